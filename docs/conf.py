@@ -1,0 +1,95 @@
+"""The site: notebooks and pages as they stand in the checkout, built and read without a network
+
+The source folder is the root of the checkout, so a relative link means the same here, in Jupyter
+and on a forge: `sphinx-build -c docs . docs/_build/html` (`make site`).
+"""
+import hashlib, os, shutil, sys
+from configparser import ConfigParser
+from importlib.metadata import distribution
+from pathlib import Path
+
+DOCS = Path(__file__).resolve().parent
+ROOT = DOCS.parent
+sys.path[:0] = [str(ROOT), str(DOCS), str(ROOT/"tools")]
+
+ini = ConfigParser(interpolation=None)
+ini.read(ROOT/"settings.ini", encoding="utf-8")
+meta = ini["DEFAULT"]
+project, author, release = meta["lib_name"], meta["author"], meta["version"]
+version, copyright = release, meta["copyright"]
+
+# Two scripts come out of pinned packages: no blob in the repository, no network, the same bytes.
+SCRIPTS = {
+    "mermaid.min.js": ("mermaidx", "mermaidx/assets/mermaid.js",
+        "74d7c46dabca328c2294733910a8aa1ed0c37451776e8d5295da38a2b758fb9b"),
+    "tex-svg-full.js": ("sphinx-mathjax-offline", "sphinx-mathjax-offline/static/mathjax/tex-svg-full.js",
+        "a4354ff94fd868aea0cc6eaaa79a57fda0588646fc46ee3700a349ee0a11cbe6"),
+}
+
+def fetch_scripts(folder: Path) -> None:
+    "Copy mermaid 11.16.0 and MathJax 3.2.2 from where pip put them"
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, (package, path, digest) in SCRIPTS.items():
+        src = Path(distribution(package).locate_file(path))
+        if hashlib.sha256(src.read_bytes()).hexdigest() != digest:
+            raise RuntimeError(f"{package}: {path} is not the script that was looked at; see docs/conf.py")
+        shutil.copyfile(src, folder/name)
+
+fetch_scripts(DOCS/"_static"/"js")
+
+extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.viewcode",
+              "sphinx.ext.mathjax", "sphinx_design", "sphinx_copybutton",
+              "mermaid_local", "docments_autodoc", "chapters"]
+
+root_doc = "docs/index"
+include_patterns = ["docs/*.md", "docs/generated/*.md", "nbs/**", "CHANGELOG.md", "CONTRIBUTING.md"]
+exclude_patterns = ["nbs/index.ipynb", "nbs/llms.txt", "_build", "**/_*", "**/.ipynb_checkpoints"]
+templates_path = ["_templates"]
+
+nb_custom_formats = {".ipynb": "nbdev_myst.read"}
+nb_execution_mode = "off"             # stored outputs, the GPU's too; nbdev_test is the gate
+nb_merge_streams = True
+nb_output_stderr = "remove"
+nb_code_prompt_show = nb_code_prompt_hide = "{type}"
+nb_render_markdown_format = "myst"
+myst_enable_extensions = ["dollarmath", "amsmath", "colon_fence", "deflist", "tasklist", "alert",
+                          "attrs_inline", "attrs_block", "linkify"]
+myst_fence_as_directive = ["mermaid"]
+myst_heading_anchors = 3
+myst_linkify_fuzzy_links = False
+
+autodoc_member_order = "bysource"
+autodoc_typehints = "signature"
+autodoc_typehints_format = "short"
+autodoc_default_options = {"members": True, "undoc-members": True, "show-inheritance": True}
+autodoc_preserve_defaults = True
+python_use_unqualified_type_names = True
+maximum_signature_line_length = 88
+
+nitpicky = True
+nitpick_ignore_regex = [                            # no inventories: they would need a network
+    (r"py:.*", r"(torch|numpy|np|triton|enum|abc|collections|contextlib|threading|typing|pathlib|types|dataclasses)(\..*)?"),
+    (r"py:.*", r"(Tensor|ndarray|Callable|Sequence|Iterable|Iterator|Mapping|Generator|Path|Any|Device|device|dtype|Self|Literal.*)"),
+    (r"py:class", r"(cpkv\..*\.)?[A-Z]\w*"),           # names of types in annotations, aliases of ours too
+    (r"py:.*", r"(int|float|str|bool|bytes|list|dict|tuple|set|object|None|optional|Exception|[A-Z]|_.*|.*\._.*)"),
+]
+suppress_warnings = ["mystnb.unknown_mime_type", "misc.highlighting_failure"]
+
+mathjax_path = "js/tex-svg-full.js"
+mathjax3_config = {"options": {"enableMenu": False}}
+
+html_theme = "furo"
+html_title = project
+html_static_path = ["_static"]
+html_extra_path = ["_extra"]
+html_css_files = ["cpkv.css"]
+html_copy_source = html_show_sourcelink = html_show_sphinx = False
+html_theme_options = {
+    "navigation_with_keys": True,
+    "light_css_variables": {"color-brand-primary": "#0b5fa5", "color-brand-content": "#0b5fa5"},
+    "dark_css_variables": {"color-brand-primary": "#6cb8f6", "color-brand-content": "#6cb8f6"},
+}
+pygments_style, pygments_dark_style = "friendly", "monokai"
+copybutton_exclude = ".linenos, .gp, .go"
+
+if os.environ.get("CPKV_LINKCHECK") != "online": linkcheck_ignore = [r"https?://"]
