@@ -3,7 +3,7 @@
 PYTHON ?= python3
 B := .venv/bin
 BOUND := $(shell command -v timeout >/dev/null 2>&1 && echo timeout -k 10 1200)
-SPHINX := $(B)/sphinx-build -q --keep-going -j 2 -b html -c docs . docs/_build/html
+SPHINX := $(B)/sphinx-build -q -E --keep-going -j 2 -b html -c docs . docs/_build/html
 
 # several processes share the cores: threads that wait must sleep
 export OMP_WAIT_POLICY ?= passive

@@ -11,6 +11,7 @@
 - `cpkv.engine`: Requests, chunks and one step that every rank runs alike
 - `cpkv.groups`: Ranks that are processes: one process group a lane
 - `cpkv.handoff`: From prefill ranks that own pages to a decode process that wants them all, in order
+- `cpkv.launch`: Start ranks, bring their results home, and leave nothing running
 - `cpkv.laws`: Twelve laws of a sharded cache, and the errors that are named for them
 - `cpkv.layout`: Which rank keeps which page, and where
 - `cpkv.local`: Many ranks as threads that pass a baton
@@ -21,8 +22,11 @@
 - `cpkv.ops.rows`: Encoded rows in pages: store, gather, restore
 - `cpkv.ops.sparse`: Attention over the picked rows, and states that merge
 - `cpkv.ops.table`: One table of verbs, chosen once, the same on every rank
+- `cpkv.output`: The second gather moves only the rows that are sampled, unless the whole batch says otherwise
 - `cpkv.pool`: What a token leaves behind, byte by byte, and the buffers that hold it
 - `cpkv.radix`: Finds the pages of a prefix that somebody has computed before
+- `cpkv.sample`: The next token from a row of logits, the same on every rank and in every batch
+- `cpkv.schedule`: Which requests run together in a step, and what happens when they do not fit
 - `cpkv.shared_kv`: Phase 2: one copy of the cache, sharded by page, and readers that attend as if it were whole
 - `cpkv.world`: The only way to other ranks"""
 

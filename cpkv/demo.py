@@ -128,6 +128,7 @@ def _prefill(peers: Peers, world: Any, model: Model, job: Job) -> list[dict[str,
     _start(peers, job, engine)
     for turn in range(job.turns):
         mark, r = world.ledger.mark(), engine.begin(turn, tokens)
+        engine.predicted.clear()
         logits = None
         while logits is None:
             logits = engine.step(r)
@@ -142,8 +143,8 @@ def _prefill(peers: Peers, world: Any, model: Model, job: Job) -> list[dict[str,
         output = torch.empty(job.num_output, dtype=torch.int64)
         peers.recv(output, job.cp)
         turns.append(used | dict(prompt=len(tokens), received=[got.get(n, 0) for n in range(len(model.layers))],
-            predicted=[r.predicted[n] for n in range(len(model.layers))], output_bytes=got.get(-1, 0),
-            predicted_output=r.predicted_output, logits=logits, digests=digests, rest=rest, sent=sent))
+            predicted=[engine.predicted[n] for n in range(len(model.layers))], output_bytes=got.get(-1, 0),
+            predicted_output=engine.predicted[-1], logits=logits, digests=digests, rest=rest, sent=sent))
         tokens = next_prompt(tokens, output.tolist())
     turns[-1]["leaked"] = engine.leaked_pages()
     return turns

@@ -82,7 +82,8 @@ def _page(x: float, y: float, rank: int, label: object, *, sink: bool = False,
           w: float = CELL) -> str:
     fill = "none" if sink else color_of(rank)
     return (_box(x + 1, y + 1, w - 2, CELL - 2, fill, dashed=fill == "none")
-            + _text(x + w / 2, y + CELL / 2, label, ink=ink_of(fill)))
+            + _text(x + w / 2, y + CELL / 2, label, ink=ink_of(fill),
+                    size=FONT if 9 * len(str(label)) <= w else 11))
 
 # %% ../nbs/00a_draw.ipynb #03855be2
 def _framed(w: float, h: float, body: str, words: str, caption: str) -> Svg:
@@ -162,7 +163,8 @@ def triangle(
         y0, y1, fill = top + k * (a - history), top + k * (b - history), color_of(r)
         corners = f"0,{y0:.1f} {k * a:.1f},{y0:.1f} {k * b:.1f},{y1:.1f} 0,{y1:.1f}"
         body += _tag("polygon", points=corners, fill=fill, **_EDGE)
-        body += _text(k * (a + b) / 4, (y0 + y1) / 2, r, ink=ink_of(fill))
+        x = max(k * history / 2, 12) if history else k * (a + b) / 4
+        body += _text(x, (y0 + y1) / 2, r, ink=ink_of(fill))
         work[r] += (b - a) * (a + b + 1) // 2
     bottom = top + k * (max([b for _, b, _ in segments] + [history]) - history)
     if history:

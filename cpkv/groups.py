@@ -158,18 +158,22 @@ class GroupWorld(World):
     def _start_gather(self, entry: Entry, x: torch.Tensor, out: torch.Tensor) -> Callable[[], None]:
         if self.debug: self.control.swap(entry, b"")
         lane, x = self.lanes[entry.lane], x.contiguous()
-        if self.backend == "nccl" and entry.lane != "control": return start_nccl(lane, x, out, entry)
         start = start_cpu if x.device.type == "cpu" else start_staged
+        if self.backend == "nccl" and entry.lane != "control": start = start_nccl
         return start(lane, x, out, entry)
 
 # %% ../nbs/04b_groups.ipynb #a697b0c0
-def start_cpu(lane: Lane, x: torch.Tensor, out: torch.Tensor, entry: Entry) -> Callable[[], None]:
+def start_cpu(
+    lane: Lane, x: torch.Tensor, out: torch.Tensor, entry: Entry,
+) -> Callable[[], None]:  # blocks until `out` is full
     "Gather straight into `out`"
     text, rows = str(entry), bytes_of(out).view(lane.size, x.nbytes)
     return lane.gather(bytes_of(x), rows, tag_of(text), lambda: text)
 
 # %% ../nbs/04b_groups.ipynb #7e05111f
-def start_staged(lane: Lane, x: torch.Tensor, out: torch.Tensor, entry: Entry) -> Callable[[], None]:
+def start_staged(
+    lane: Lane, x: torch.Tensor, out: torch.Tensor, entry: Entry,
+) -> Callable[[], None]:
     "Gather device tensors over gloo, through pinned memory"
     mine = torch.empty(x.nbytes, dtype=torch.uint8, pin_memory=True).copy_(bytes_of(x))
     rows = torch.empty(lane.size, x.nbytes, dtype=torch.uint8, pin_memory=True)
@@ -179,7 +183,9 @@ def start_staged(lane: Lane, x: torch.Tensor, out: torch.Tensor, entry: Entry) -
         bytes_of(out).copy_(rows.view(-1))
     return finish
 
-def start_nccl(lane: Lane, x: torch.Tensor, out: torch.Tensor, entry: Entry) -> Callable[[], None]:
+def start_nccl(
+    lane: Lane, x: torch.Tensor, out: torch.Tensor, entry: Entry,
+) -> Callable[[], None]:
     "Gather on the device, a GPU a rank"
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
     text = str(entry)
@@ -187,12 +193,17 @@ def start_nccl(lane: Lane, x: torch.Tensor, out: torch.Tensor, entry: Entry) -> 
         work = gather(bytes_of(out), bytes_of(x), group=lane.group, async_op=True)
     return lambda: lane.finish([(lane.rank, work)], lambda: text)
 
-def check_backend(backend: str, size: int, gpus: int) -> None:
+def check_backend(
+    backend: str,
+    ranks: int,  # on this host
+    gpus: int,   # on this host
+) -> None:
     "NCCL needs a GPU a rank; gloo needs nothing"
     if backend not in ("gloo", "nccl"):
         raise ConfigError("backend must be gloo or nccl", backend=backend)
-    if backend == "nccl" and gpus < size:
-        raise ConfigError("nccl needs a GPU a rank; ranks that share one use gloo", ranks=size, gpus=gpus)
+    if backend == "nccl" and gpus < ranks:
+        raise ConfigError("nccl needs a GPU a rank; ranks that share one use gloo",
+                          ranks=ranks, gpus=gpus)
 
 # %% ../nbs/04b_groups.ipynb #4ba78d43
 class Mail:
@@ -234,7 +245,8 @@ class GroupPeers(Peers):
     def _recv(self, out: torch.Tensor, src: int) -> None: self.mail.recv(out, src)
 
     def _world(self, n: int) -> World | None:
-        check_backend(self.backend, n, torch.cuda.device_count())
+        here = int(os.environ.get("LOCAL_WORLD_SIZE", n))
+        check_backend(self.backend, here, torch.cuda.device_count())
         backends = {lane: "gloo" if lane == "control" else self.backend for lane in LANES}
         groups = {lane: self._group(n, backend) for lane, backend in backends.items()}
         self.barrier()
@@ -256,6 +268,8 @@ def join(
 ) -> GroupPeers:
     "Enter a run as one of its processes"
     bound = timedelta(seconds=timeout)
+    if backend == "nccl" and torch.cuda.is_available():
+        torch.cuda.set_device(rank % torch.cuda.device_count())
     dist.init_process_group("gloo", init_method=address, rank=rank, world_size=size, timeout=bound)
     return GroupPeers(backend=backend, timeout=timeout, debug=debug)
 

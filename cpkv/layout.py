@@ -68,7 +68,12 @@ class PageLayout:
         "Rank and row of each slot, in one go"
         page = _div(slot, self.page_size)
         local_page = _div(page, self.cp_size)
-        return page - _mul(local_page, self.cp_size), slot - _mul(page - local_page, self.page_size)
+        loc = local_page - page       # pages that the slot moves down
+        local_page *= self.cp_size
+        page -= local_page            # what is left over: the owner
+        loc *= self.page_size
+        loc += slot
+        return page, loc
 
     def owner_of(self, slot: Ids) -> Ids:
         "Rank that keeps each slot"

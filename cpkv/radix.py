@@ -6,7 +6,7 @@ In: tokens. Out: the pages of their longest known prefix, in whole pages.
   runs. `insert` takes pages over and says which of the caller's were there already. `evict` gives
   pages back from the tails of leaves that nobody leases.
 * A key carries namespace, page size and pair mode: trees of other bytes do not answer it.
-* A chain has one rotation base; a graft with another is declined whole, and nothing changed.
+* A chain has one rotation base; a chain with another is declined whole, and nothing changed.
 * A split gives both halves all that the node knew. Only READY nodes match.
 * The clock counts uses, never seconds: ranks that make equal calls have equal trees (`digest`).
 
@@ -275,7 +275,7 @@ class RadixTree:
         if base < 0: raise OwnershipError("base is no rank", base=base)
         path, already, inside = self._walk(key)
         end, new = path[-1] if path else self.root, pages[already:].tolist()
-        if new and path and end.base != base: return Inserted(already, _NONE, _NONE, True)
+        if path and end.base != base: return Inserted(already, _NONE, _NONE, True)
         if len(set(new)) < len(new) or not self._held.isdisjoint(new):
             raise ConservationError("a page would be in the tree twice", pages=new[:8])
         pages.setflags(write=False)

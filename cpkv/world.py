@@ -57,8 +57,12 @@ class Entry(NamedTuple):
     seq: int             # its number on its lane
 
     def __str__(self) -> str:
-        return (f"{self.lane}#{self.seq} {self.op}(tag={self.tag!r}, layer={self.layer}, "
-                f"shape={list(self.shape)}, dtype={self.dtype}, digest={self.digest:#x})")
+        said = [f"tag={self.tag!r}"] if self.tag else []
+        if self.layer != -1: said.append(f"layer={self.layer}")
+        if self.dtype or self.shape: said.append(f"shape={list(self.shape)}")
+        if self.dtype: said.append(f"dtype={self.dtype}")
+        if self.digest: said.append(f"digest={self.digest:#x}")
+        return f"{self.lane}#{self.seq} {self.op}({', '.join(said)})"
 
 # %% ../nbs/04_world.ipynb #1ebde6cb
 def check_same(first: int, a: str, other: int, b: str) -> None:
@@ -105,6 +109,7 @@ class Ledger:
         "One lane as text, equal on every rank where law 5 holds"
         return [str(e) for e in self.entries if e.lane == lane]
 
+    def __repr__(self) -> str: return f"Ledger of {self.mark()} collectives"
     def _repr_html_(self) -> str: return draw_ledger(self).html
 
 # %% ../nbs/04_world.ipynb #e5f141b1

@@ -1,4 +1,4 @@
-"""What the site makes from the list of chapters: the tables of contents, the house, the API pages"""
+"""What the site makes of the list of chapters: tables of contents, the house, the API pages"""
 from pathlib import Path
 
 import floors
@@ -8,15 +8,16 @@ ROOT = Path(__file__).resolve().parent.parent
 GENERATED = ROOT/"docs"/"generated"
 
 
-def toctree(caption: str, entries: list[str], hidden: str = ":hidden:") -> str:
-    return "\n".join([":::{toctree}", f":caption: {caption}", hidden, "", *entries, ":::", ""])
+def toctree(caption: str, entries: list[str]) -> str:
+    return "\n".join([":::{toctree}", f":caption: {caption}", ":hidden:", "", *entries, ":::", ""])
 
 def contents(book: list[floors.Chapter]) -> str:
     "Tables of contents from the ground up, the tour first"
     tour = [c for c in book if floors.is_tour(c)]
     parts = [toctree("Tour", [f"../nbs/{c.stem}" for c in tour])] if tour else []
     for name, cs in reversed(floors.bands(book)):
-        parts.append(toctree(name.capitalize(), [f"{c.prefix} {c.title} <../nbs/{c.stem}>" for c in cs]))
+        entries = [f"{c.prefix} {c.title} <../nbs/{c.stem}>" for c in cs]
+        parts.append(toctree(name.capitalize(), entries))
     return "\n".join(parts)
 
 def house(book: list[floors.Chapter]) -> str:
@@ -27,26 +28,29 @@ def house(book: list[floors.Chapter]) -> str:
         by_floor: dict[int, list[floors.Chapter]] = {}
         for c in cs: by_floor.setdefault(c.floor, []).append(c)
         for _, rooms in sorted(by_floor.items(), reverse=True):
-            links = " ".join(f'[**{c.prefix}** {c.title}](../nbs/{c.stem}.ipynb){{.room}}' for c in rooms)
-            out += [f"{links}", ""]
+            out += [" ".join(f"[**{c.prefix}** {c.title}](../nbs/{c.stem}.ipynb){{.room}}"
+                             for c in rooms), ""]
         out.append(":::")
     return "\n".join([*out, "::::"])
 
 def write(path: Path, text: str) -> None:
     "Write only what differs, so that Sphinx does not read it again"
-    if not path.exists() or path.read_text(encoding="utf-8") != text: path.write_text(text, encoding="utf-8")
+    if path.exists() and path.read_text(encoding="utf-8") == text: return
+    path.write_text(text, encoding="utf-8")
 
 def api_pages(app) -> None:
     "One page a module, and the list of them"
     GENERATED.mkdir(exist_ok=True)
     book = {c.module: c for c in floors.chapters(ROOT)}
-    wanted = {"index.md": "# Library\n\nOne module a chapter; `import cpkv` needs torch and numpy only.\n\n"
-                          + "| module | what it is |\n|---|---|\n"
-                          + "".join(f"| {{py:mod}}`{m}` | {book[m].summary if m in book else ''} |\n"
-                                    for m in sorted(modules()))
-                          + "\n" + toctree("", sorted(modules())).replace(":caption: \n", "")}
+    rows = [f"| {{py:mod}}`{m}` | {book[m].summary if m in book else ''} |"
+            for m in sorted(modules())]
+    wanted = {"index.md": "\n".join([
+        "# Library", "", "One module a chapter; `import cpkv` needs torch and numpy only.", "",
+        "| module | what it is |", "|---|---|", *rows, "",
+        ":::{toctree}", ":hidden:", "", *sorted(modules()), ":::", ""])}
     for mod in modules():
-        chapter = f"Chapter: [{book[mod].stem}](../../nbs/{book[mod].stem}.ipynb)\n\n" if mod in book else ""
+        stem = book[mod].stem if mod in book else ""
+        chapter = f"Chapter: [{stem}](../../nbs/{stem}.ipynb)\n\n" if stem else ""
         wanted[f"{mod}.md"] = f"# {mod}\n\n{chapter}```{{eval-rst}}\n.. automodule:: {mod}\n```\n"
     for name, text in wanted.items(): write(GENERATED/name, text)
     for old in GENERATED.glob("*.md"):

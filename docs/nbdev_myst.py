@@ -1,7 +1,7 @@
 """Notebooks as nbdev writes them, read as the pages that Sphinx shows
 
-Directives (`#| export`) become tags, a name in backticks becomes a link to its API entry, and a line
-under the title leads to the API page, so that the notebooks stay plain Markdown in Jupyter.
+Directives (`#| export`) become tags, a name in backticks becomes a link to its API entry, and a
+line under the title leads to the API page, so that notebooks stay plain Markdown in Jupyter.
 """
 import ast, re
 from configparser import ConfigParser

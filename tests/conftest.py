@@ -43,9 +43,11 @@ def same_every_time():
 def poison(x: torch.Tensor) -> torch.Tensor:
     "Fill with what no result may contain: NaN, and integers far outside every table"
     if x.numel() == 0 or x.is_meta: return x
-    if x.is_floating_point() and x.element_size() > 1 or x.is_complex(): return x.fill_(float("nan"))
-    if x.element_size() == 1:   # encoded rows: 0xff is NaN in every float format, in a bool it is true
-        return x.fill_(True) if x.dtype is torch.bool else x.view(torch.uint8).fill_(0xff).view(x.dtype)
+    if x.dtype is torch.bool: return x.fill_(True)
+    if x.element_size() == 1:   # encoded rows: 0xff is NaN in every float format
+        x.view(torch.uint8).fill_(0xff)
+        return x
+    if x.is_floating_point() or x.is_complex(): return x.fill_(float("nan"))
     return x.fill_(torch.iinfo(x.dtype).max)   # never -1: that means "nothing"
 
 def poison_numpy(x: np.ndarray) -> np.ndarray:

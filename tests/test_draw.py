@@ -73,6 +73,8 @@ def test_a_strip_colours_each_page_by_its_owner():
     assert [b.get("stroke-dasharray") is None for b in svg.iter("rect")] == [True, True, False]
     assert [t.text for t in svg.iter("text")] == ["0", "1", "2"]
     assert repr(d.strip([2, 0, -1], sinks=1)) == "pages by rank: 0*:r2 1:r0 2:-"
+    named = ET.fromstring(d.strip([2, 0, -1]).html).iter("text")
+    assert [t.text for t in named if t.get("font-size") == "13"] == ["rank 0", "rank 2"]
 
 
 @pytest.mark.parametrize("pages,lines", [(1, 1), (16, 1), (17, 2), (33, 3)])

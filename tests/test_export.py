@@ -15,7 +15,8 @@ MADE_BY_NBDEV = {"__init__.py", "_modidx.py"}
 def test_notebook_has_its_module(chapter):
     path = ROOT/(chapter.module.replace(".", "/") + ".py")
     assert path.exists() and f"{chapter.stem}.ipynb" in path.read_text(encoding="utf-8")
-    assert chapter.stem.split("_", 1)[1] == chapter.module.rsplit(".", 1)[1]    # one name for both
+    name = chapter.module.rsplit(".", 1)[1]
+    assert chapter.stem.split("_", 1)[1] == name
 
 def test_every_module_has_its_notebook():
     modules = {p.relative_to(ROOT).with_suffix("").as_posix().replace("/", ".")
@@ -36,7 +37,8 @@ def toy(tmp_path):
     root = tmp_path/"a toy"
     (root/"nbs").mkdir(parents=True)
     (root/"cpkv").mkdir()
-    for name in ("settings.ini", "pyproject.toml"): (root/name).write_bytes((ROOT/name).read_bytes())
+    for name in ("settings.ini", "pyproject.toml"):
+        (root/name).write_bytes((ROOT/name).read_bytes())
     (root/"cpkv"/"__init__.py").write_text('__version__ = "0.1.0"\n')
     write_toy(root, "x = 1")
     fix(root)

@@ -1,4 +1,4 @@
-"""Bytes of rows and pages: exact codecs, one order of buffers, sinks that are never data, wide addresses"""
+"""Bytes of rows and pages: exact codecs, one order of buffers, sinks never data, wide addresses"""
 import pickle
 
 import numpy as np
@@ -9,8 +9,8 @@ from hypothesis import given, strategies as st
 from cpkv.laws import CapacityError, InputError, PageIdError
 from cpkv.layout import PageLayout
 from cpkv.ops.rows import RowFormat, gather_rows, store_rows
-from cpkv.pool import (FORMATS, Buffer, PayloadDims, Pool, build_buffers, decode_bf16, decode_fp32, encode_bf16,
-                       encode_fp32, format_of, pool_tokens, rank_bytes, token_bytes)
+from cpkv.pool import (FORMATS, Buffer, PayloadDims, Pool, build_buffers, decode_bf16, decode_fp32,
+                       encode_bf16, encode_fp32, format_of, pool_tokens, rank_bytes, token_bytes)
 
 BITS = st.lists(st.integers(0, 2**32 - 1), min_size=1, max_size=40)
 GLM = PayloadDims(latent=512, rope=64, index=128)
@@ -20,8 +20,11 @@ TINY = PayloadDims(latent=5, rope=2, index=3)  # odd on purpose
 def floats(bits): return torch.from_numpy(np.array([bits], np.uint32).view(np.float32).copy())
 def as_bits(x): return x.contiguous().numpy().view(np.uint32)
 def pool(fmt="bf16", has_index=(True, False, True), local_pages=4, R=2, P=3, dims=TINY):
-    return Pool(PageLayout(cp_size=R, page_size=P), has_index=has_index, dims=dims, format=format_of(fmt),
-                local_pages=local_pages)
+    return Pool(PageLayout(cp_size=R, page_size=P), has_index=has_index, dims=dims,
+                format=format_of(fmt), local_pages=local_pages)
+def pages_of(fmt, P, n): return torch.zeros(n, fmt.page_bytes(P), dtype=torch.uint8)
+def buffer(fmt, P, pages):
+    return Buffer(component="index", layer=0, fmt=fmt, page_size=P, pages=pages)
 def no_codec(name, fields, dim):
     return RowFormat(name=name, dim=dim, fields=fields, encode=None,
                      decode=lambda r: torch.zeros(len(r), dim))
@@ -59,15 +62,16 @@ def test_decoded_rows_encode_to_themselves(name, T):
         y = fmt.decode(rows)
         assert y.shape == (T, D) and y.dtype is torch.float32
         assert torch.equal(fmt.encode(y), rows)
-        assert torch.equal(fmt.decode(torch.cat([rows, rows], 1)[:, fmt.row_bytes:]), y)  # a slice of wider rows
+        wider = torch.cat([rows, rows], 1)  # a slice of it decodes alike
+        assert torch.equal(fmt.decode(wider[:, fmt.row_bytes:]), y)
 
 
 @pytest.mark.parametrize("name,width", [("fp32", 4), ("bf16", 2)])
 def test_a_latent_row_is_latent_then_rope(name, width):
     latent, rope = torch.randn(3, 512), torch.randn(3, 64)
     rows = format_of(name).latent(512, 64).encode(torch.cat([latent, rope], 1))
-    enc = format_of(name).index(1).encode
-    assert torch.equal(rows[:, :512 * width], enc(latent)) and torch.equal(rows[:, 512 * width:], enc(rope))
+    enc, cut = format_of(name).index(1).encode, 512 * width
+    assert torch.equal(rows[:, :cut], enc(latent)) and torch.equal(rows[:, cut:], enc(rope))
 
 
 def test_bytes_of_the_real_models():
@@ -80,8 +84,8 @@ def test_bytes_of_the_real_models():
     assert token_bytes(GLM, bf16, []) == dict(latent=0, index=0)
 
 
-@given(st.sampled_from(sorted(FORMATS)), st.lists(st.booleans(), min_size=1, max_size=5), st.integers(1, 4), st.integers(1, 5),
-       st.integers(1, 4))
+@given(st.sampled_from(sorted(FORMATS)), st.lists(st.booleans(), min_size=1, max_size=5),
+       st.integers(1, 4), st.integers(1, 5), st.integers(1, 4))
 def test_tensors_have_the_bytes_of_the_closed_form(name, has_index, local_pages, P, R):
     p = pool(name, has_index, local_pages, R, P)
     one = sum(token_bytes(TINY, p.format, has_index).values())
@@ -96,12 +100,14 @@ def test_layers_without_an_indexer_keep_their_place():
     has_index = [i % 4 == 0 or i == 1 for i in range(78)]
     assert sum(has_index) == 21
     p = pool("bf16", has_index, local_pages=2)
-    assert [(b.component, b.layer) for b in p.buffers] == [(c, i) for c in ("latent", "index") for i in range(78)]
+    order = [(c, i) for c in ("latent", "index") for i in range(78)]
+    assert [(b.component, b.layer) for b in p.buffers] == order
     assert [len(b.pages) for b in p.index] == [2 * h for h in has_index]
     assert all(len(b.pages) == 2 for b in p.latent)
     assert [b.layer for b in p.index] == list(range(78)) and p.index[77] is p.buffers[-1]
     assert p.page_bytes() == sum(b.pages[0].numel() for b in p.buffers if len(b.pages))
-    assert len(p.signature().splitlines()) == 156 and p.signature() == pool("bf16", has_index, 9).signature()
+    assert len(p.signature().splitlines()) == 156
+    assert p.signature() == pool("bf16", has_index, local_pages=9).signature()
     assert p.signature() != pool("fp32", has_index).signature()
     assert p.signature() != pool("bf16", has_index[::-1]).signature()
     assert p.signature() != pool("bf16", has_index, P=4).signature()
@@ -109,7 +115,8 @@ def test_layers_without_an_indexer_keep_their_place():
 
 def test_one_function_makes_the_list():
     p = pool()
-    other = build_buffers(p.layout, has_index=p.has_index, dims=TINY, format=p.format, local_pages=4)
+    other = build_buffers(p.layout, has_index=p.has_index, dims=TINY, format=p.format,
+                          local_pages=4)
     assert [(b.component, b.layer, b.fmt, b.pages.shape) for b in other] == \
            [(b.component, b.layer, b.fmt, b.pages.shape) for b in p.buffers]
 
@@ -150,11 +157,13 @@ def test_fresh_pools_are_zeros_although_fresh_memory_is_poisoned():
 
 PAGED = no_codec("paged", (128, 4), 128)
 
-@pytest.mark.parametrize("fmt,P", [(PAGED, 64), (no_codec("odd", (5, 3, 2), 5), 3), (format_of("bf16").index(7), 1)],
-                         ids=["paged", "odd", "plain"])
+@pytest.mark.parametrize("fmt,P", [
+    (PAGED, 64), (no_codec("odd", (5, 3, 2), 5), 3), (format_of("bf16").index(7), 1)],
+    ids=["paged", "odd", "plain"])
 def test_fields_tile_the_pages_and_the_verbs_agree(fmt, P):
-    b = Buffer(component="index", layer=0, fmt=fmt, page_size=P, pages=torch.zeros(3, fmt.page_bytes(P), dtype=torch.uint8))
-    seen = [b.first_byte(loc, f) + i for loc in range(3 * P) for f, w in enumerate(fmt.fields) for i in range(w)]
+    b = buffer(fmt, P, pages_of(fmt, P, 3))
+    seen = [b.first_byte(loc, f) + i for loc in range(3 * P)
+            for f, w in enumerate(fmt.fields) for i in range(w)]
     assert sorted(seen) == list(range(3 * fmt.page_bytes(P)))
     rows = torch.randint(0, 256, (3 * P, fmt.row_bytes), dtype=torch.uint8)
     store_rows(b.pages, rows, torch.arange(3 * P), fmt, P)
@@ -162,16 +171,18 @@ def test_fields_tile_the_pages_and_the_verbs_agree(fmt, P):
 
 
 def test_a_paged_token_is_not_contiguous():
-    b = Buffer(component="index", layer=0, fmt=PAGED, page_size=64, pages=torch.zeros(2, 8448, dtype=torch.uint8))
+    b = buffer(PAGED, 64, pages_of(PAGED, 64, 2))
     assert [b.first_byte(70, f) for f in (0, 1)] == [8448 + 6 * 128, 8448 + 8192 + 4 * 6]
 
 
-WIDE = [(576, 64, 3_728_271, 2_147_484_096), (16_245, 64, 2_066 * 64, 2_147_978_880), (256, 64, 64_000_000, 16_384_000_000)]
+WIDE = [(576, 64, 3_728_271, 2_147_484_096), (16_245, 64, 2_066 * 64, 2_147_978_880),
+        (256, 64, 64_000_000, 16_384_000_000)]  # row bytes, page size, loc, its first byte
 
 @pytest.mark.parametrize("row,P,loc,want", WIDE)
 def test_addresses_do_not_wrap(row, P, loc, want):
-    b = Buffer(component="latent", layer=0, fmt=no_codec("wide", (row,), 1), page_size=P, pages=torch.zeros(1, 1))
-    for kind in (int, np.int32, np.int64, lambda v: np.array([v], np.int32), lambda v: torch.tensor([v], dtype=torch.int32)):
+    b = buffer(no_codec("wide", (row,), 1), P, torch.zeros(1, 1))
+    for kind in (int, np.int32, np.int64, lambda v: np.array([v], np.int32),
+                 lambda v: torch.tensor([v], dtype=torch.int32)):
         got = b.first_byte(kind(loc))
         assert int(np.ravel(got)[0]) == want
     assert b.first_byte(torch.tensor([loc], dtype=torch.int32)).dtype is torch.int64
@@ -182,23 +193,25 @@ def test_rows_far_out_in_a_sparse_pool(tmp_path, row, P, loc, want):
     page, pages = row * P, (loc + P) // P + 1
     file = tmp_path / "pool"
     with open(file, "wb") as f: f.truncate(pages * page)  # holes: takes no room until written
-    x = torch.from_file(str(file), shared=True, size=pages * page, dtype=torch.uint8).view(pages, page)
+    flat = torch.from_file(str(file), shared=True, size=pages * page, dtype=torch.uint8)
+    x = flat.view(pages, page)
     fmt = no_codec("wide", (row,), 1)
     locs = torch.tensor([loc - 1, loc, loc + 1])
     rows = torch.randint(1, 256, (3, row), dtype=torch.uint8)
     store_rows(x, rows[1:2], locs[1:2], fmt, P)
     got = gather_rows(x, locs, fmt, P)
     assert torch.equal(got[1], rows[1]) and not got[[0, 2]].any()
-    assert torch.equal(x.view(-1)[want:want + row], rows[1])
+    assert torch.equal(flat[want:want + row], rows[1])
 
 
 def test_refusals():
     with pytest.raises(InputError, match="there are fp32, bf16"): format_of("fp16")
-    for bad in (dict(latent=0, rope=1, index=1), dict(latent=1, rope=-1, index=1), dict(latent=1, rope=1, index=0)):
-        with pytest.raises(InputError): PayloadDims(**bad)
+    for bad in ((0, 1, 1), (1, -1, 1), (1, 1, 0)):
+        with pytest.raises(InputError): PayloadDims(**dict(zip(("latent", "rope", "index"), bad)))
     with pytest.raises(InputError): pool(local_pages=0)
     with pytest.raises(InputError): pool(has_index=[])
-    with pytest.raises(CapacityError) as e: pool("fp32", [True], 2**48, dims=PayloadDims(latent=1023, rope=1, index=1), P=1)
+    huge = PayloadDims(latent=1023, rope=1, index=1)
+    with pytest.raises(CapacityError) as e: pool("fp32", [True], 2**48, dims=huge, P=1)
     assert e.value.facts["bytes"] == 2**60 and e.value.exit_code == 2
 
 

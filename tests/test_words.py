@@ -14,8 +14,10 @@ def rows(heading: str) -> list[list[str]]:
     lines = [x for x in part.split("\n") if x.startswith("|")]
     return [[c.strip() for c in x.strip("|").split("|")] for x in lines[2:]]
 
-BANNED = {word: say for say, words in rows("## Said and not said") for word in re.findall("`([^`]+)`", words)}
-PATTERN = re.compile(r"\b(" + "|".join(map(re.escape, sorted(BANNED, key=len, reverse=True))) + r")\b")
+BANNED = {word: say for say, words in rows("## Said and not said")
+          for word in re.findall("`([^`]+)`", words)}
+LONGEST_FIRST = sorted(BANNED, key=len, reverse=True)
+PATTERN = re.compile(r"\b(" + "|".join(map(re.escape, LONGEST_FIRST)) + r")\b")
 
 
 def found(text: str) -> list[str]:

@@ -43,7 +43,8 @@ def imported(source: str, module: str, is_package: bool = False) -> set[str]:
 
 def code_of(cell: dict) -> str:
     "The Python of a code cell: magics and shell lines are dropped"
-    return "\n".join(x for x in "".join(cell["source"]).split("\n") if not x.lstrip().startswith(("%", "!")))
+    lines = "".join(cell["source"]).split("\n")
+    return "\n".join(x for x in lines if not x.lstrip().startswith(("%", "!")))
 
 def parsed(source: str, module: str) -> set[str]:
     try: return imported(source, module)
@@ -81,12 +82,14 @@ def violations(book: list[Chapter]) -> list[str]:
     "One sentence for each import that does not go down"
     out = [f"{c.stem} imports {d.stem}: only chapters that sort before it may be imported"
            for c, d in edges(book) if not d.prefix < c.prefix and not is_tour(c)]
-    out += [f"{d.stem} is imported by {c.stem}: the tour is nobody's floor" for c, d in edges(book) if is_tour(d)]
+    out += [f"{d.stem} is imported by {c.stem}: the tour is nobody's floor"
+            for c, d in edges(book) if is_tour(d)]
     for what in ("prefix", "module"):
         seen: dict[str, Chapter] = {}
         for c in book:
             key = getattr(c, what)
-            if key and key in seen: out.append(f"{c.stem} and {seen[key].stem} share the {what} {key}")
+            if key and key in seen:
+                out.append(f"{c.stem} and {seen[key].stem} share the {what} {key}")
             seen.setdefault(key, c)
     return out
 
@@ -102,20 +105,23 @@ def band_of(c: Chapter) -> str: return next(name for name, low in BANDS if c.flo
 
 def bands(book: list[Chapter]) -> list[tuple[str, list[Chapter]]]:
     "The bands that have chapters, from the top; the tour stands apart"
-    rows = [(name, [c for c in book if not is_tour(c) and band_of(c) == name]) for name, _ in BANDS]
+    rows = [(name, [c for c in book if not is_tour(c) and band_of(c) == name])
+            for name, _ in BANDS]
     return [(name, cs) for name, cs in rows if cs]
 
 def drawing(book: list[Chapter]) -> str:
     "docs/floors.md"
     lines = ["# The floors", "",
-             "<!-- made by tools/floors.py from the notebooks: `make readme` writes it anew -->", "",
+             "<!-- made by tools/floors.py: `make readme` writes it anew -->", "",
              "A chapter imports only chapters whose prefix sorts before its own "
              "(`02a < 02z < 03 < 11 < 11b`).",
              "`tools/floors.py` reads the notebooks and the modules they export, "
              "draws this page and fails on an upward import.", ""]
     for name, cs in bands(book):
-        lines += [f"## {name.capitalize()}", "", "| floor | chapter | in one line |", "|---|---|---|"]
-        lines += [f"| {c.prefix} | [{c.title}](../nbs/{c.stem}.ipynb) | {c.summary} |" for c in reversed(cs)]
+        lines += [f"## {name.capitalize()}", "",
+                  "| floor | chapter | in one line |", "|---|---|---|"]
+        lines += [f"| {c.prefix} | [{c.title}](../nbs/{c.stem}.ipynb) | {c.summary} |"
+                  for c in reversed(cs)]
         lines.append("")
     lines += ["## What stands on what", "",
               "An arrow leads from a chapter to one that it imports; "

@@ -10,7 +10,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 WORK = ROOT/"build"/"gpu"
 FLAGGED = re.compile(r"^#\|\s*cuda\b", re.M)
-MISSING = "make gpu: {} is missing; run `make gpu-pack` where there is a network, and bring build/wheels along"
+MISSING = ("make gpu: {} is missing; run `make gpu-pack` where there is a network, "
+           "and bring build/wheels along")
 
 
 def older(have: str, want: str) -> bool:
@@ -43,34 +44,41 @@ def environment(lib: Path) -> dict[str, str]:
                   "IPYTHONDIR": str(home/".ipython"), "MPLCONFIGDIR": str(home/".mpl"),
                   "TRITON_CACHE_DIR": str(home/".triton"), "CUDA_CACHE_PATH": str(home/".nv"),
                   "TORCHINDUCTOR_CACHE_DIR": str(home/".inductor"),
-                  "PYTHONDONTWRITEBYTECODE": "1", "OMP_WAIT_POLICY": "passive", "GOMP_SPINCOUNT": "0",
-                  "HF_HUB_OFFLINE": "1", "PIP_NO_INDEX": "1"}
+                  "PYTHONDONTWRITEBYTECODE": "1", "HF_HUB_OFFLINE": "1",
+                  "OMP_WAIT_POLICY": "passive", "GOMP_SPINCOUNT": "0"}
+
+def cells_of(path: Path) -> list[dict]:
+    cells = json.loads(path.read_text(encoding="utf-8"))["cells"]
+    return [c for c in cells if c["cell_type"] == "code"]
 
 def flagged() -> list[str]:
     "Notebooks that have a cell for the GPU"
     return [p.name for p in sorted((ROOT/"nbs").glob("*.ipynb"))
-            if any(c["cell_type"] == "code" and FLAGGED.search("".join(c["source"]))
-                   for c in json.loads(p.read_text(encoding="utf-8"))["cells"])]
+            if any(FLAGGED.search("".join(c["source"])) for c in cells_of(p))]
 
 def main() -> None:
     save = "--save" in sys.argv
     taken = unpack(ROOT/"build"/"wheels", WORK/"lib")
     env = environment(WORK/"lib")
     def call(*args: str) -> int:
-        return subprocess.run([sys.executable, *args], cwd=ROOT, env=env, stdin=subprocess.DEVNULL).returncode
+        cmd = [sys.executable, *args]
+        return subprocess.run(cmd, cwd=ROOT, env=env, stdin=subprocess.DEVNULL).returncode
     for module in ("torch", "numpy", "pytest", "hypothesis", "nbdev.test"):
         if call("-c", f"import {module}"): sys.exit(MISSING.format(module))
     if call("-c", "import torch, sys; sys.exit(not torch.cuda.is_available())"):
-        sys.exit("make gpu: this torch sees no CUDA device; name another interpreter: make gpu PYTHON=...")
+        sys.exit("make gpu: this torch sees no CUDA device; name another: make gpu PYTHON=...")
     if taken: print("make gpu: from build/wheels:", *taken, flush=True)
     books, failed = flagged(), []
     for name in books:    # one after another: notebooks would share the GPU
         print(f"make gpu: nbs/{name}", flush=True)
-        run = f"from nbdev.test import nbdev_test as f; f('nbs/{name}', flags='cuda', n_workers=0, save={save}, cell_timeout=1800)"
+        run = ("from nbdev.test import nbdev_test as f; "
+               f"f('nbs/{name}', flags='cuda', n_workers=0, save={save}, cell_timeout=1800)")
         if call("-c", run): failed.append(name)
     # `--save` leaves run times in the metadata, which nbformat refuses
-    if save and books and call("-c", "from nbdev.clean import nbdev_clean as f; f()"): failed.append("nbdev-clean")
-    if call("-m", "pytest", "-p", "no:cacheprovider", "--cuda", "-m", "cuda", "tests") not in (0, 5): failed.append("tests")
+    clean = "from nbdev.clean import nbdev_clean as f; f()"
+    if save and books and call("-c", clean): failed.append("nbdev-clean")
+    tests = call("-m", "pytest", "-p", "no:cacheprovider", "--cuda", "-m", "cuda", "tests")
+    if tests not in (0, 5): failed.append("tests")    # 5: none is marked yet
     if failed: sys.exit(f"make gpu: failed: {', '.join(failed)}")
     print(f"make gpu: {len(books)} notebooks with flagged cells, and the tests marked cuda: passed")
 

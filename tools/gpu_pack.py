@@ -34,15 +34,15 @@ def closure(roots: tuple[str, ...]) -> dict[str, str]:
 
 def fetch(requirement: str) -> bool:
     "Download one wheel without compiled code"
-    cmd = [sys.executable, "-m", "pip", "--disable-pip-version-check", "download", "-q", "--no-deps",
-           "--only-binary", ":all:", "--implementation", "py", "--abi", "none",
+    cmd = [sys.executable, "-m", "pip", "--disable-pip-version-check", "download", "-q",
+           "--no-deps", "--only-binary", ":all:", "--implementation", "py", "--abi", "none",
            *PLATFORMS, "-d", str(WHEELS), requirement]
     return subprocess.run(cmd, stdin=subprocess.DEVNULL, capture_output=True).returncode == 0
 
 def repack(name: str) -> None:
     "A wheel of the Python files alone, from what is installed here"
     dist = metadata.distribution(name)
-    keep = [f for f in dist.files if ".." not in f.parts and f.suffix in (".py", "") or f.name == "METADATA"]
+    keep = [f for f in dist.files if ".." not in f.parts and f.suffix in (".py", "")]
     with zipfile.ZipFile(WHEELS/f"{name}-{dist.version}-py3-none-any.whl", "w") as z:
         for f in keep: z.write(dist.locate_file(f), f.as_posix())
 
@@ -53,10 +53,11 @@ def main() -> None:
     for name, version in sorted(closure(ROOTS).items()):
         # the pinned version, else the newest that is pure Python
         if name in WORKS_WITHOUT_C: repack(name)
-        elif not (fetch(f"{name}=={version}") or fetch(name)): compiled.append(f"{name}=={version}")
+        elif not (fetch(f"{name}=={version}") or fetch(name)): compiled.append(name)
     got = sorted(WHEELS.glob("*.whl"))
     if not got: sys.exit("gpu-pack: nothing fetched; is there a network?")
-    print(f"gpu-pack: {len(got)} wheels, {sum(p.stat().st_size for p in got) / 2**20:.0f} MiB, in build/wheels")
+    size = sum(p.stat().st_size for p in got) / 2**20
+    print(f"gpu-pack: {len(got)} wheels, {size:.0f} MiB, in build/wheels")
     if compiled: print("gpu-pack: compiled, so the machine must have its own:", *compiled)
 
 if __name__ == "__main__": main()

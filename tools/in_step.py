@@ -15,21 +15,22 @@ def exported(root: Path, into: Path) -> Path:
     copy.mkdir()
     for name in COPIED:
         src, dst = root/name, copy/name
-        if src.is_dir(): shutil.copytree(src, dst, ignore=shutil.ignore_patterns(".ipynb_checkpoints",
-                                                                                "generated"))
+        if src.is_dir():
+            shutil.copytree(src, dst, ignore=shutil.ignore_patterns(".ipynb_checkpoints"))
         else: shutil.copy(src, dst)
     # only what nbdev does not make itself: the version, and files that are not modules
     (copy/"cpkv").mkdir()
     shutil.copy(root/"cpkv"/"__init__.py", copy/"cpkv")
     env = {k: v for k, v in os.environ.items() if k != "IN_TEST"}
-    for call in ("from nbdev.clean import nbdev_clean as f", "from nbdev.doclinks import nbdev_export as f"):
-        subprocess.run([sys.executable, "-c", f"{call}; f()"], cwd=copy, env=env, check=True)
+    for call in ("nbdev.clean import nbdev_clean", "nbdev.doclinks import nbdev_export"):
+        code = f"from {call} as f; f()"
+        subprocess.run([sys.executable, "-c", code], cwd=copy, env=env, check=True)
     return copy
 
 def texts(folder: Path, pattern: str) -> dict[str, str]:
     return {p.relative_to(folder).as_posix(): p.read_text(encoding="utf-8")
             for p in sorted(folder.rglob(pattern))
-            if not {"__pycache__", ".ipynb_checkpoints", "generated"} & set(p.parts)}
+            if not {"__pycache__", ".ipynb_checkpoints"} & set(p.parts)}
 
 def differences(root: Path) -> list[str]:
     "One text for each file that is not in step"

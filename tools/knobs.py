@@ -9,7 +9,7 @@ HEAD = """# Options and variables
 
 <!-- made by tools/knobs.py from cpkv.cli: `make readme` writes it anew -->
 
-Everything that can be set, from the tables that the program itself parses. What is not here does not exist.
+Everything that can be set, from the tables that the program itself parses. Nothing else exists.
 
 """
 

@@ -125,7 +125,7 @@ def _turn(
 def _check_pairs(x_THD: torch.Tensor, cos_TP: torch.Tensor, sin_TP: torch.Tensor) -> None:
     T, _, D = x_THD.shape
     if D % 2 or not cos_TP.shape == sin_TP.shape == (check_tiles(x_THD), D // 2):
-        raise ValueError(f"angles {tuple(cos_TP.shape)}, {tuple(sin_TP.shape)} do not fit {T} rows of {D}")
+        raise ValueError(f"angles {tuple(cos_TP.shape)} do not fit {T} rows of {D}")
 
 # %% ../../nbs/02a_dense.ipynb #f0637712
 def rope_interleaved(
