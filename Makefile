@@ -11,7 +11,7 @@ export GOMP_SPINCOUNT ?= 0
 unexport IN_TEST
 
 .PHONY: help venv demo test check site gpu gpu-pack readme clean
-help:      ; @sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile
+help:      ; @sed -n 's/^\([a-z-]*\):.* *#\{2\} /\1\t/p' Makefile
 
 venv:      ## make .venv, or bring it up to the pins
 	@"$(PYTHON)" tools/environment.py

@@ -25,8 +25,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from .ops.dense import ROW_TILE
-from .ops.index import KEY_TILE
+from .ops.index import KEY_TILE, SELECT_TILE
 from .ops.table import Ops
 
 # %% ../nbs/05_attention.ipynb #0b64c04b
@@ -45,8 +44,8 @@ def select_blocks(
     max_bytes: int = 64 << 20,  # of one block's fp32 scores; a single tile may need more
 ) -> list[Block]:
     "Blocks that cover every row that sees a key, each request apart"
-    if len(request_T) % ROW_TILE: raise ValueError(f"{len(request_T)} rows are not whole tiles")
-    request_XR, visible_XR = request_T.reshape(-1, ROW_TILE), visible_T.reshape(-1, ROW_TILE)
+    if len(request_T) % SELECT_TILE: raise ValueError(f"{len(request_T)} rows are not whole tiles")
+    request_XR, visible_XR = request_T.reshape(-1, SELECT_TILE), visible_T.reshape(-1, SELECT_TILE)
     blocks = []
     for r in np.unique(request_T[visible_T > 0]).tolist():
         seen_X = np.where(request_XR == r, visible_XR, 0).max(1)
@@ -62,7 +61,7 @@ def _merge_tiles(
     out: list[Block] = []
     least = 0  # keys of the narrowest tile of the last block
     for t in tiles.tolist():
-        start, stop, keys = t * ROW_TILE, (t + 1) * ROW_TILE, int(keys_X[t])
+        start, stop, keys = t * SELECT_TILE, (t + 1) * SELECT_TILE, int(keys_X[t])
         if out and out[-1].stop == start:
             last, wide, thin = out[-1], max(out[-1].keys, keys), min(least, keys)
             if thin * 8 >= wide * 7 and (stop - last.start) * wide * 4 <= max_bytes:

@@ -71,7 +71,7 @@ class Request:
     computed: int = 0         # tokens whose KV is complete
     cached: int = 0           # tokens of them that were found in the tree
     shared: int = 0           # leading pages that the tree holds
-    base: int = 0             # class of the chain's page 0
+    base: int = NO_BASE       # class of the chain's page 0, once it has one
     leases: ExitStack = field(default_factory=ExitStack)
 
     def check(self) -> None:
@@ -120,10 +120,10 @@ class Engine:
 
     def has_room(self, r: Request) -> bool:
         "Are there pages, free or cold, for all tokens that a request has now?"
-        R, have = self.layout.cp_size, len(r.pages)
-        need = cyclic_classes(have, self.layout.num_pages(len(r.tokens)) - have, r.base, R)
+        R = self.layout.cp_size
+        need = np.bincount(self._deal([(r, len(r.tokens))])[1][0], minlength=R)
         room = np.add(self.alloc.free_by_class, self.tree.evictable_by_class(R))
-        return bool((np.bincount(need, minlength=R) <= room).all())
+        return bool((need <= room).all())
 
     def begin(self, request: int, tokens: np.ndarray) -> Request:
         "Match and lease; at least one token is left to compute"
@@ -138,8 +138,7 @@ class Engine:
         known = self.tree.reusable(r.tokens) if limit is None else self.tree.key(
             r.tokens[:min(limit, len(r.tokens) - 1)])
         match = self.tree.match(known)
-        r.base = pick_base(self.alloc.free_by_class) if match.base == NO_BASE else match.base
-        r.pages, r.shared = match.pages, len(match.pages)
+        r.base, r.pages, r.shared = match.base, match.pages, len(match.pages)
         r.cached = r.computed = match.num_tokens
         r.leases.enter_context(self.tree.lease(match))
 
@@ -147,7 +146,7 @@ class Engine:
         "A request whose pages came from elsewhere and are held as REQUEST"
         tokens = np.asarray(tokens, np.int32)
         self.admit(request, tokens)
-        return Request(request, tokens, pages=pages, computed=computed)
+        return Request(request, tokens, pages=pages, computed=computed, base=0)
 
     def admit(self, request: int, tokens: np.ndarray) -> None:
         "Refuse what could never run"
@@ -170,7 +169,7 @@ class Engine:
 
     def compute(self,
         batch: Sequence[tuple[Request, int]],  # each computes up to its stop
-        captures: Sequence[bool] = (),         # whose new rows are wanted, a request each; () is nobody's
+        captures: Sequence[bool] = (),         # whose new rows are wanted; () is nobody's
     ) -> list["Computed"]:                     # a request each
         "One forward of several requests"
         self.take_pages(batch)
@@ -189,15 +188,25 @@ class Engine:
 
     def take_pages(self, batch: Sequence[tuple[Request, int]]) -> None:
         "Pages for the whole batch, cold prefixes evicted if a class is short; all or nothing"
-        R, have = self.layout.cp_size, [len(r.pages) for r, _ in batch]
-        classes = [cyclic_classes(n, max(self.layout.num_pages(stop) - n, 0), r.base, R)
-                   for n, (r, stop) in zip(have, batch)]
+        R = self.layout.cp_size
+        bases, classes = self._deal(batch)
         need = np.bincount(np.concatenate(classes), minlength=R)
         short = np.maximum(need - self.alloc.free_by_class, 0)
         if short.any() and (short <= self.tree.evictable_by_class(R)).all():
             self.alloc.free(self.tree.evict(short.tolist()), Holder.TREE)
-        for (r, _), new in zip(batch, self.alloc.take(classes)):
-            r.pages = np.concatenate([r.pages, new])
+        for (r, _), base, new in zip(batch, bases, self.alloc.take(classes)):
+            r.base, r.pages = base, np.concatenate([r.pages, new])
+
+    def _deal(self, batch: Sequence[tuple[Request, int]]) -> tuple[list[int], list[np.ndarray]]:
+        "Base of each chain, and the class of each new page; new chains begin where most is free"
+        R, free = self.layout.cp_size, np.array(self.alloc.free_by_class)
+        bases, classes = [], []
+        for r, stop in batch:
+            bases.append(pick_base(free) if r.base == NO_BASE else r.base)
+            new = max(self.layout.num_pages(stop) - len(r.pages), 0)
+            classes.append(cyclic_classes(len(r.pages), new, bases[-1], R))
+            free = free - np.bincount(classes[-1], minlength=R)
+        return bases, classes
 
     def _agree(self, plan: ForwardPlan) -> None:
         "One vector a step: the plan's digest and its negative"
@@ -218,7 +227,8 @@ class Engine:
         self.predict(plan)
         last_BD, rows = gather_output(self.world, plan, hidden_TD)
         logits = iter(self.model.logits(last_BD))
-        return [Computed(next(logits) if s else None, rows.get(i)) for i, s in enumerate(plan.samples)]
+        return [Computed(next(logits) if s else None, rows.get(i))
+                for i, s in enumerate(plan.samples)]
 
     def predict(self, plan: ForwardPlan) -> None:
         "Add what the plan says that each rank receives; layer -1 is the hidden rows"
@@ -258,7 +268,7 @@ class Engine:
         "What is the request's own is free, its leases end; a second call changes nothing"
         self.alloc.free(r.pages[r.shared:], Holder.REQUEST)
         r.leases.close()
-        r.pages, r.shared, r.cached, r.computed = NO_PAGES, 0, 0, 0
+        r.pages, r.shared, r.cached, r.computed, r.base = NO_PAGES, 0, 0, 0, NO_BASE
 
     def check(self) -> None:
         "Law 1: holders add up, and the tree holds what the allocator says that it holds"

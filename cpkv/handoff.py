@@ -16,9 +16,10 @@ prefill side, and on the decode side takes whatever is free."""
 
 # %% auto #0
 __all__ = ['HEADER', 'handoff_bytes', 'Send', 'send_plan', 'draw_sends', 'pool_facts', 'pack_pages', 'place_pages', 'send_pages',
-           'hear_header', 'check_headers', 'Received', 'recv_pages']
+           'hear_header', 'check_headers', 'Received', 'recv_pages', 'page_digests']
 
 # %% ../nbs/15_handoff.ipynb #ab4cc119
+import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -29,6 +30,7 @@ from .alloc import Holder, PageAllocator
 from .draw import Svg, arrows
 from .laws import ConfigError, ConservationError, PageIdError
 from .layout import PageLayout
+from .ops.table import REF
 from .pool import Pool
 from .world import Peers
 
@@ -190,3 +192,22 @@ def _recv_body(peers: Peers, pool: Pool, pages: np.ndarray, src: int) -> None:
     body = torch.empty(len(pages), pool.page_bytes(), dtype=torch.uint8)
     peers.recv(body, src)
     place_pages(pool, pool.layout.local_page_of(pages), body)
+
+# %% ../nbs/15_handoff.ipynb #e3ad48cd
+def page_digests(
+    pool: Pool, owner: int,
+    pages: np.ndarray,  # logical pages in request order
+    num_tokens: int,    # tokens they hold
+) -> dict[int, str]:    # by position, the pages that `owner` has
+    "Hash of the encoded rows of each page, over all buffers"
+    lay, P = pool.layout, pool.layout.page_size
+    pages = pages[:lay.num_pages(num_tokens)].astype(np.int64)
+    at = np.flatnonzero(lay.owner_of_page(pages) == owner)
+    locs = lay.local_page_of(pages[at])[:, None] * P + np.arange(P)
+    num_rows, hashes = np.minimum(num_tokens - at * P, P), [hashlib.blake2b() for _ in at]
+    for b in pool.buffers:
+        if not len(b.pages): continue
+        rows = REF.gather_rows(b.pages, torch.from_numpy(locs.ravel()), b.fmt, P).cpu().numpy()
+        rows = rows.reshape(*locs.shape, rows.shape[-1])
+        for h, page, n in zip(hashes, rows, num_rows): h.update(page[:n].tobytes())
+    return {int(p): h.hexdigest() for p, h in zip(at, hashes)}

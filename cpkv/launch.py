@@ -30,7 +30,7 @@ import time
 import traceback
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from multiprocessing import connection, forkserver
 from typing import Any
 
@@ -125,7 +125,8 @@ def child(rank: int, size: int, job: bytes, pipe: Any, options: dict) -> None:
         report = pickle.dumps(fn(peers, *args))
         pipe.send_bytes(b"result" + report)
     except BaseException as e:
-        pipe.send_bytes(b"failed" + pickle.dumps(Failure(e)))
+        with suppress(OSError):  # the caller has already heard enough, and closed its end
+            pipe.send_bytes(b"failed" + pickle.dumps(Failure(e)))
         leave(1)
     threading.Event().wait()
 

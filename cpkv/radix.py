@@ -3,8 +3,8 @@
 In: tokens. Out: the pages of their longest known prefix, in whole pages.
 
 * `match` looks and changes nothing. `lease` keeps what was matched from eviction while a block
-  runs. `insert` takes pages over and says which of the caller's were there already. `evict` gives
-  pages back from the tails of leaves that nobody leases.
+  runs. `insert` takes pages over and says which of the caller's were there already. `evict`
+  gives pages back from the tails of leaves that nobody leases.
 * A key carries namespace, page size and pair mode: trees of other bytes do not answer it.
 * A chain has one rotation base; a chain with another is declined whole, and nothing changed.
 * A split gives both halves all that the node knew. Only READY nodes match.

@@ -45,7 +45,6 @@ extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.viewcode",
 root_doc = "docs/index"
 include_patterns = ["docs/*.md", "docs/generated/*.md", "nbs/**", "CHANGELOG.md", "CONTRIBUTING.md"]
 exclude_patterns = ["nbs/index.ipynb", "nbs/llms.txt", "_build", "**/_*", "**/.ipynb_checkpoints"]
-templates_path = ["_templates"]
 
 nb_custom_formats = {".ipynb": "nbdev_myst.read"}
 nb_execution_mode = "off"             # stored outputs, the GPU's too; nbdev_test is the gate

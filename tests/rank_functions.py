@@ -152,6 +152,7 @@ def fail(peers, how: str, rank: int = 1, folder: str = "") -> object:
         if how == "kill": os.kill(os.getpid(), signal.SIGKILL)
         if how == "leave": return "left"
         if how == "sleep": time.sleep(60)
+        if how == "stop": os.kill(os.getpid(), signal.SIGSTOP)
         if how == "spin":
             stop = time.monotonic() + 60
             while time.monotonic() < stop: pass

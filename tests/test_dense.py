@@ -14,17 +14,21 @@ def rand(*shape, seed=0): return torch.randn(*shape, generator=torch.Generator()
 @pytest.mark.parametrize("n,padded", [(0, 0), (1, 32), (31, 32), (32, 32), (33, 64), (130, 160)])
 def test_padding_is_to_whole_tiles(n, padded): assert d.pad_rows(n) == padded
 
-@given(T=st.sampled_from([0, 32, 64, 96]), I=st.integers(1, 70), O=st.integers(1, 70), seed=st.integers(0, 9))
+@given(T=st.sampled_from([0, 32, 64, 96]), I=st.integers(1, 70), O=st.integers(1, 70),
+       seed=st.integers(0, 9))
 def test_dense_is_the_product(T, I, O, seed):
     x, w = rand(T, I, seed=seed), rand(O, I, seed=seed + 1)
-    torch.testing.assert_close(d.dense(x, w).double(), x.double() @ w.double().T, rtol=1e-5, atol=1e-4)
+    want = x.double() @ w.double().T
+    torch.testing.assert_close(d.dense(x, w).double(), want, rtol=1e-5, atol=1e-4)
 
 def test_bf16_weights_are_computed_in_fp32():
     x, w = rand(32, 50), rand(20, 50).bfloat16()
     assert torch.equal(d.dense(x, w), d.dense(x, w.float()))
-    assert torch.equal(d.dense_heads(x[:, None], w[None]), d.dense_heads(x[:, None], w[None].float()))
+    assert torch.equal(d.dense_heads(x[:, None], w[None]),
+                       d.dense_heads(x[:, None], w[None].float()))
 
-@given(T=st.sampled_from([0, 32, 64]), H=st.integers(1, 5), I=st.integers(1, 40), O=st.integers(1, 40))
+@given(T=st.sampled_from([0, 32, 64]), H=st.integers(1, 5), I=st.integers(1, 40),
+       O=st.integers(1, 40))
 def test_dense_heads_is_a_product_per_head(T, H, I, O):
     x, w = rand(T, H, I), rand(H, O, I, seed=1)
     want = torch.einsum("thi,hoi->tho", x.double(), w.double())
@@ -56,7 +60,8 @@ def test_norm_of_zeros_is_zero_and_not_nan():
 def complex_rope(x_THD, angle_TP, pairs):
     "Each pair as a complex number, times exp(i angle)"
     a, b = pairs(x_THD.double())
-    return torch.view_as_real(torch.complex(a, b) * torch.polar(torch.ones_like(angle_TP), angle_TP)[:, None])
+    turn = torch.polar(torch.ones_like(angle_TP), angle_TP)[:, None]
+    return torch.view_as_real(torch.complex(a, b) * turn)
 
 @pytest.mark.parametrize("H,D", [(1, 2), (3, 6), (2, 64)])
 def test_rope_turns_its_pairs(H, D):
@@ -64,8 +69,8 @@ def test_rope_turns_its_pairs(H, D):
     cos, sin = angle.cos().float(), angle.sin().float()
     neighbours = complex_rope(x, angle, lambda x: (x[..., ::2], x[..., 1::2])).flatten(-2)
     halves = complex_rope(x, angle, lambda x: x.chunk(2, -1)).transpose(-1, -2).flatten(-2)
-    torch.testing.assert_close(d.rope_interleaved(x, cos, sin).double(), neighbours, rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(d.rope_half(x, cos, sin).double(), halves, rtol=1e-5, atol=1e-5)
+    for turn, want in ((d.rope_interleaved, neighbours), (d.rope_half, halves)):
+        torch.testing.assert_close(turn(x, cos, sin).double(), want, rtol=1e-5, atol=1e-5)
 
 def test_the_two_ropes_are_one_up_to_the_order_of_numbers():
     x, angle = rand(32, 2, 10), rand(32, 5, seed=1)
@@ -75,7 +80,8 @@ def test_the_two_ropes_are_one_up_to_the_order_of_numbers():
 
 def test_rope_at_position_zero_is_nothing():
     x = rand(32, 2, 8)
-    for turn in (d.rope_interleaved, d.rope_half): assert torch.equal(turn(x, torch.ones(32, 4), torch.zeros(32, 4)), x)
+    for turn in (d.rope_interleaved, d.rope_half):
+        assert torch.equal(turn(x, torch.ones(32, 4), torch.zeros(32, 4)), x)
 
 
 # ---- the gate
@@ -100,11 +106,14 @@ def test_route_is_the_slow_one_with_ties(data, width, groups, normalize):
     k = data.draw(st.integers(1, width * open_groups))
     few = st.sampled_from([-1., 0., .5, 2.])   # few values: many ties
     logits = torch.tensor(data.draw(st.lists(few, min_size=E, max_size=E)))
-    bias = torch.tensor(data.draw(st.lists(st.sampled_from([0., .25, -.75]), min_size=E, max_size=E)))
-    picked, weight = d.route(logits.expand(32, E), bias, k=k, num_groups=groups, topk_groups=open_groups,
+    biases = st.sampled_from([0., .25, -.75])
+    bias = torch.tensor(data.draw(st.lists(biases, min_size=E, max_size=E)))
+    picked, weight = d.route(logits.expand(32, E), bias, k=k, num_groups=groups,
+                             topk_groups=open_groups,
                              normalize=normalize, scale=2.5)
     want, w = slow_route(logits, bias, k, groups, open_groups, normalize, 2.5)
-    assert picked.dtype == torch.int64 and picked[0].tolist() == want and picked[31].tolist() == want
+    assert picked.dtype == torch.int64
+    assert picked[0].tolist() == want and picked[31].tolist() == want
     torch.testing.assert_close(weight[0].double(), w, rtol=1e-5, atol=1e-6)
 
 def test_a_negative_bias_never_opens_a_closed_group():
@@ -116,13 +125,15 @@ def test_a_negative_bias_never_opens_a_closed_group():
 def test_the_bias_does_not_enter_the_weight():
     logits = rand(32, 6)
     for bias in (torch.zeros(6), torch.full((6,), 3.)):
-        picked, weight = d.route(logits, bias, k=2, num_groups=1, topk_groups=1, normalize=False, scale=1.)
+        picked, weight = d.route(logits, bias, k=2, num_groups=1, topk_groups=1, normalize=False,
+                                 scale=1.)
         assert torch.equal(weight, torch.sigmoid(logits).gather(1, picked))
 
 
 # ---- the experts
 
-@given(T=st.sampled_from([0, 32, 64]), E=st.integers(1, 6), D=st.integers(1, 40), W=st.integers(1, 20), data=st.data())
+@given(T=st.sampled_from([0, 32, 64]), E=st.integers(1, 6), D=st.integers(1, 40),
+       W=st.integers(1, 20), data=st.data())
 def test_experts_are_the_weighted_sum(T, E, D, W, data):
     K = data.draw(st.integers(1, E))
     x, gate_up, down = rand(T, D), rand(E, 2 * W, D, seed=1), rand(E, D, W, seed=2)
@@ -155,6 +166,10 @@ def test_costs_count_whole_tiles():
     assert d.dense_flops(1, 10, 20) == d.dense_flops(32, 10, 20) == 2 * 32 * 10 * 20
     assert d.dense_bytes(33, 10, 20) == 4 * (64 * 30 + 2 * 200) and d.dense_flops(0, 10, 20) == 0
 
+def gate(E, k, groups, open_groups):
+    return d.route(rand(32, E), rand(E), k=k, num_groups=groups, topk_groups=open_groups,
+                   normalize=True, scale=1.)
+
 BAD = {
     "31 rows": lambda: d.dense(rand(31, 4), rand(2, 4)),
     "widths that a filling to 16 would hide": lambda: d.dense(rand(32, 7), rand(2, 9)),
@@ -167,11 +182,12 @@ BAD = {
     "angles of other rows": lambda: d.rope_half(rand(32, 1, 4), rand(64, 2), rand(64, 2)),
     "sin unlike cos": lambda: d.rope_half(rand(32, 1, 4), rand(32, 2), rand(32, 1)),
     "gate unlike up": lambda: d.silu_mul(rand(32, 4), rand(32, 5)),
-    "groups that do not divide": lambda: d.route(rand(32, 7), rand(7), k=1, num_groups=2, topk_groups=1, normalize=True, scale=1.),
-    "no group": lambda: d.route(rand(32, 6), rand(6), k=1, num_groups=2, topk_groups=0, normalize=True, scale=1.),
-    "k of zero": lambda: d.route(rand(32, 6), rand(6), k=0, num_groups=2, topk_groups=1, normalize=True, scale=1.),
-    "more than the open groups hold": lambda: d.route(rand(32, 6), rand(6), k=4, num_groups=2, topk_groups=1, normalize=True, scale=1.),
-    "experts of 5 rows": lambda: d.experts(rand(5, 4), torch.zeros(5, 1, dtype=torch.int64), rand(5, 1), rand(1, 4, 4), rand(1, 4, 2)),
+    "groups that do not divide": lambda: gate(7, 1, 2, 1),
+    "no group": lambda: gate(6, 1, 2, 0),
+    "k of zero": lambda: gate(6, 0, 2, 1),
+    "more than the open groups hold": lambda: gate(6, 4, 2, 1),
+    "experts of 5 rows": lambda: d.experts(rand(5, 4), torch.zeros(5, 1).long(), rand(5, 1),
+                                           rand(1, 4, 4), rand(1, 4, 2)),
 }
 
 @pytest.mark.parametrize("what", BAD)

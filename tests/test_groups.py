@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import rank_functions as rf
-from cpkv.groups import bytes_of, check_backend, frame_bytes, frame_tag, peer_error, tag_of
+from cpkv.groups import FRAME_TAG, Mail, bytes_of, check_backend, frame_bytes, peer_error, tag_of
 from cpkv.laws import ConfigError, OrderError, PeerError, WaitTimeout
 from cpkv.launch import loopback, run_ranks, start_server
 
@@ -57,10 +57,18 @@ def test_rank_and_size_are_those_of_the_worlds_own_groups():
         assert got == {"rank": r // 2, "size": 2, "got": [r % 2, r % 2 + 2], "received": {-1: 8},
                        "single": (0, 1, [[5]], {-1: 0})}
 
-@given(st.text("ab#()", max_size=30), st.text("ab#()", max_size=30), st.integers(0, 2**40))
-def test_tags_of_gathers_and_agreements_never_meet(a, b, n):
-    assert 0 <= tag_of(a) < 2**30 <= frame_tag(n) < 2**31
-    assert a != b or tag_of(a) == tag_of(b)
+@given(st.lists(st.text("ab#()", max_size=30), min_size=1, unique=True))
+def test_tags_tell_texts_apart_and_are_never_those_of_agreements(texts):
+    tags = [tag_of(t) for t in texts]
+    assert len(set(tags)) == len(tags) and all(0 <= t < FRAME_TAG < 2**31 for t in tags)
+
+def test_letters_are_numbered_by_pair_and_say_what_they_are():
+    mail, x = Mail(None), torch.zeros(2, 3)
+    pairs = [(x, 0, 1), (x, 0, 1), (x, 1, 0), (x.T, 0, 1), (x.int(), 0, 1)]
+    said = [mail.letter(*p)[1]() for p in pairs]
+    assert [s.split()[1] for s in said] == ["#0", "#1", "#0", "#2", "#3"] and "[3, 2]" in said[3]
+    again = Mail(None)
+    assert [again.letter(*p)[0] for p in pairs] == [tag_of(s) for s in said]
 
 @pytest.mark.parametrize("length,R,want", [(0, 1, 0), (0, 2, 1024), (1016, 2, 1024),
                                            (1017, 3, 2050)])

@@ -12,9 +12,12 @@ NAN, INF = math.nan, math.inf
 
 # ---- scores
 
-def slow_logits(q, w, k): return torch.einsum("th,thn->tn", w.double(), torch.einsum("thd,nd->thn", q.double(), k.double()).relu())
+def slow_logits(q, w, k):
+    product = torch.einsum("thd,nd->thn", q.double(), k.double())
+    return torch.einsum("th,thn->tn", w.double(), product.relu())
 
-@pytest.mark.parametrize("T,N,H,D", [(0, 256, 2, 4), (32, 0, 2, 4), (32, 256, 1, 1), (32, 512, 3, 7), (64, 256, 16, 33), (96, 768, 2, 128)])
+@pytest.mark.parametrize("T,N,H,D", [(0, 256, 2, 4), (32, 0, 2, 4), (32, 256, 1, 1),
+                                     (32, 512, 3, 7), (64, 256, 16, 33), (96, 768, 2, 128)])
 def test_scores_are_the_definition(T, N, H, D):
     q, w, k = torch.randn(T, H, D), torch.randn(T, H), torch.randn(N, D)
     got = ix.index_logits(q, w, k)
@@ -36,8 +39,10 @@ def test_a_nan_key_spoils_its_column_alone():
     assert torch.equal(dirty[:, keep], clean[:, keep]) and bool(dirty[:, 100].isnan().all())
 
 def test_queries_and_weights_in_bf16_or_strided_are_the_same_numbers():
-    q, w, k = torch.randn(32, 3, 20).bfloat16(), torch.randn(3, 32).t(), torch.randn(256, 40)[:, ::2]
-    assert torch.equal(ix.index_logits(q, w, k), ix.index_logits(q.float(), w.contiguous(), k.contiguous()))
+    q, w = torch.randn(32, 3, 20).bfloat16(), torch.randn(3, 32).t()
+    k = torch.randn(256, 40)[:, ::2]
+    assert torch.equal(ix.index_logits(q, w, k),
+                       ix.index_logits(q.float(), w.contiguous(), k.contiguous()))
 
 
 # ---- top-k
@@ -116,15 +121,17 @@ def test_visible_of_any_integer(dtype):
 # ---- costs and refusals
 
 def test_costs():
-    assert ix.index_logits_flops(1, 256, 4, 16) == 2 * 32 * 256 * 4 * 17
+    assert ix.index_logits_flops(1, 256, 4, 16) == 2 * 4 * 256 * 4 * 17
     assert ix.index_logits_bytes(32, 256, 4, 16) == 4 * (32 * (64 + 4 + 256) + 256 * 16)
 
+def scores(q, w, k): return ix.index_logits(torch.zeros(q), torch.zeros(w), torch.zeros(k))
+
 BAD = {
-    "part of a row tile": lambda: ix.index_logits(torch.zeros(33, 2, 4), torch.zeros(33, 2), torch.zeros(256, 4)),
-    "part of a key tile": lambda: ix.index_logits(torch.zeros(32, 2, 4), torch.zeros(32, 2), torch.zeros(255, 4)),
-    "widths that a filling to 16 would hide": lambda: ix.index_logits(torch.zeros(32, 2, 7), torch.zeros(32, 2), torch.zeros(256, 9)),
-    "weights of other heads": lambda: ix.index_logits(torch.zeros(32, 2, 4), torch.zeros(32, 3), torch.zeros(256, 4)),
-    "weights of other rows": lambda: ix.index_logits(torch.zeros(32, 2, 4), torch.zeros(64, 2), torch.zeros(256, 4)),
+    "part of a row tile": lambda: scores((33, 2, 4), (33, 2), (256, 4)),
+    "part of a key tile": lambda: scores((32, 2, 4), (32, 2), (255, 4)),
+    "widths that a filling to 16 would hide": lambda: scores((32, 2, 7), (32, 2), (256, 9)),
+    "weights of other heads": lambda: scores((32, 2, 4), (32, 3), (256, 4)),
+    "weights of other rows": lambda: scores((32, 2, 4), (64, 2), (256, 4)),
     "k of zero": lambda: ix.topk(torch.zeros(1, 4), torch.tensor([4]), 0),
     "visible beyond the columns": lambda: ix.topk(torch.zeros(2, 4), torch.tensor([0, 5]), 2),
     "visible of other rows": lambda: ix.topk(torch.zeros(2, 4), torch.tensor([0]), 2),

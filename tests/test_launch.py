@@ -14,9 +14,10 @@ from cpkv.laws import (ConfigError, CpkvError, InputError, OrderError, PeerError
 from cpkv.launch import cause, end_seconds, is_echo, probe, run_ranks
 
 def alive(pid: int) -> bool:
-    try: os.kill(pid, 0)
-    except ProcessLookupError: return False
-    with open(f"/proc/{pid}/stat") as f: return f.read().rsplit(")", 1)[1].split()[0] != "Z"
+    try:
+        os.kill(pid, 0)
+        with open(f"/proc/{pid}/stat") as f: return f.read().rsplit(")", 1)[1].split()[0] != "Z"
+    except (ProcessLookupError, FileNotFoundError): return False
 
 def pids(folder, n: int) -> list[int]:
     stop = time.monotonic() + 30
@@ -66,10 +67,12 @@ def test_an_error_comes_home_with_type_rank_and_traceback(how, error, text, tmp_
     assert not isinstance(e.value, PeerError) and nobody_left(pids(tmp_path, 3))
     if how == "raise": assert e.value.facts == {"page": 7} and type(e.value) is CpkvError
 
-def test_a_rank_that_sleeps_is_a_timeout_with_its_number(tmp_path):
+@pytest.mark.parametrize("how", ["sleep", "stop"])
+def test_a_rank_that_does_not_come_is_a_timeout_with_its_number(how, tmp_path, monkeypatch):
+    monkeypatch.setattr("cpkv.launch.GRACE", .2)
     start = time.monotonic()
     with pytest.raises(WaitTimeout, match=r"rank 0 waited 1 s for rank 1 in control#1 barrier"):
-        run_ranks(rf.fail, 2, "sleep", 1, str(tmp_path), timeout=1)
+        run_ranks(rf.fail, 2, how, 1, str(tmp_path), timeout=1)
     assert time.monotonic() - start < 3 + end_seconds(1) and nobody_left(pids(tmp_path, 2))
 
 def test_a_run_is_bounded_as_a_whole(tmp_path):

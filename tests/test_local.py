@@ -107,6 +107,15 @@ def test_the_first_error_ends_all_and_is_raised(how, error, text, seed):
     with pytest.raises(error, match=text) as e: run_local_seeded(rf.fail, 4, seed, how, 2)
     assert e.value.rank == 2 and "rank 2 of 4" in e.value.__notes__[0] and gone()
 
+def test_nobody_goes_on_after_an_error():
+    went_on = []
+    def fn(peers):
+        peers.barrier()     # rank 1 comes last, so it goes on first, and fails
+        if peers.rank == 1: raise KeyError("x")
+        went_on.append(peers.rank)
+    with pytest.raises(KeyError): run_local(fn, 2)
+    assert went_on == []
+
 def test_a_rank_that_keeps_the_baton_is_named():
     start = time.monotonic()
     with pytest.raises(WaitTimeout, match="rank 1 kept the others waiting"):
@@ -161,7 +170,10 @@ def test_a_difference_in_configuration_is_refused():
 def test_threads_of_the_caller_are_as_before():
     torch.set_num_threads(2)
     assert run_local(lambda p: torch.get_num_threads(), 3) == [1, 1, 1]
-    assert torch.get_num_threads() == 2
+    fresh = []
+    reader = threading.Thread(target=lambda: fresh.append(torch.get_num_threads()))
+    reader.start(), reader.join()
+    assert torch.get_num_threads() == 2 and fresh == [2]
 
 def test_what_is_sent_is_what_it_was_when_sent():
     def reuse(peers):

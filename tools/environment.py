@@ -49,7 +49,7 @@ def create() -> None:
 def libibverbs() -> None:
     "Mooncake's wheel links it, also for TCP; never a reason to fail"
     if not sys.platform.startswith("linux"): return
-    if any(Path(d).glob("libibverbs.so.1*") for d in libdirs()): return
+    if any((Path(d)/"libibverbs.so.1").exists() for d in libdirs()): return
     if os.geteuid() == 0 and shutil.which("apt-get"):
         quiet = dict(stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
                      env={**os.environ, "DEBIAN_FRONTEND": "noninteractive"})

@@ -39,14 +39,15 @@ def dense_bytes(T: int, I: int, O: int) -> int:
 
 # %% ../../nbs/02a_dense.ipynb #6725c7d9
 def check_tiles(
-    *rows: torch.Tensor,  # tensors whose first dimension is rows
-) -> int:                 # rows of each
+    *rows: torch.Tensor,   # tensors whose first dimension is rows
+    tile: int = ROW_TILE,  # rows that belong together
+) -> int:                  # rows of each
     "Rows of all of them, whole tiles, or ValueError"
     T = rows[0].shape[0]
     if any(r.shape[0] != T for r in rows):
         raise ValueError(f"tensors of {[r.shape[0] for r in rows]} rows do not belong together")
-    if T % ROW_TILE:
-        raise ValueError(f"{T} rows are not whole tiles of {ROW_TILE}: the plan pads them once")
+    if T % tile:
+        raise ValueError(f"{T} rows are not whole tiles of {tile}: the plan pads them once")
     return T
 
 # %% ../../nbs/02a_dense.ipynb #951a4a45
@@ -202,7 +203,7 @@ def route(
 # %% ../../nbs/02a_dense.ipynb #f0376a24
 def experts(
     x_TD: torch.Tensor,          # rows, whole tiles
-    picked_TK: torch.Tensor,     # experts of each row, none twice
+    picked_TK: torch.Tensor,     # experts of each row, none twice; -1 for none
     weight_TK: torch.Tensor,     # and their weights
     gate_up_E2FD: torch.Tensor,  # gate rows, then up rows, of each expert
     down_EDF: torch.Tensor,      # back to the width of a row
@@ -210,9 +211,9 @@ def experts(
     "Weighted sum of each row's SwiGLU experts, lowest expert first"
     T, K = check_tiles(x_TD, picked_TK, weight_TK), picked_TK.shape[1]
     order = picked_TK.flatten().argsort(stable=True)
-    sizes = picked_TK.flatten().bincount(minlength=len(down_EDF)).tolist()
+    none, *sizes = (picked_TK.flatten() + 1).bincount(minlength=len(down_EDF) + 1).tolist()
     out_TD = torch.zeros(T, down_EDF.shape[1], dtype=torch.float32, device=x_TD.device)
-    for e, slots in enumerate(order.split(sizes)):
+    for e, slots in enumerate(order[none:].split(sizes)):
         if not len(slots): continue
         rows, n = slots // K, len(slots)
         x = F.pad(x_TD[rows].float(), (0, 0, 0, pad_rows(n) - n))

@@ -23,16 +23,17 @@ import torch
 import torch.nn.functional as F
 
 from .dense import LANE, check_tiles, fill_lanes, pad_rows
+from .index import SELECT_TILE, whole_tiles
 from .rows import RowFormat, gather_rows
 
 # %% ../../nbs/02d_sparse.ipynb #9343c8aa
 def sparse_mla_flops(T: int, H: int, K: int, D: int, V: int) -> int:
     "Operations of `sparse_mla`; holes are multiplied too"
-    return 2 * pad_rows(T) * K * H * (D + V)
+    return 2 * whole_tiles(T) * K * H * (D + V)
 
 def sparse_mla_bytes(T: int, H: int, K: int, D: int, V: int, row_bytes: int) -> int:
     "Bytes of rows and ids read, queries read and states written"
-    return pad_rows(T) * (K * (row_bytes + 8) + 4 * H * (D + V + 1))
+    return whole_tiles(T) * (K * (row_bytes + 8) + 4 * H * (D + V + 1))
 
 # %% ../../nbs/02d_sparse.ipynb #4f691856
 class State(NamedTuple):
@@ -43,15 +44,15 @@ class State(NamedTuple):
 # %% ../../nbs/02d_sparse.ipynb #528be918
 def _attend(
     q_RHD: torch.Tensor, kv_RKD: torch.Tensor, seen_RK: torch.Tensor, v_dim: int, scale: float,
-) -> State:
-    "Scores, a softmax that knows emptiness, values"
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    "Scores, a softmax that knows emptiness, values: out, the largest score, the sum of exponentials"
     p = torch.bmm(q_RHD, kv_RKD.transpose(1, 2)).mul_(scale)
     p.masked_fill_(~seen_RK[:, None], -torch.inf)
     top = p.amax(2, keepdim=True)
     top.masked_fill_(top == -torch.inf, 0)
     total = p.sub_(top).exp_().sum(2, keepdim=True)
     out = torch.bmm(p, kv_RKD[..., :-(-v_dim // LANE) * LANE])[..., :v_dim]
-    return State(out / total.masked_fill(total == 0, 1), (top + total.log())[..., 0])
+    return out / total.masked_fill(total == 0, 1), top[..., 0], total[..., 0]
 
 # %% ../../nbs/02d_sparse.ipynb #ab226c4d
 def _part(K: int, D: int) -> int:
@@ -69,19 +70,21 @@ def sparse_mla(
     scale: float,            # of the scores, before the softmax
 ) -> State:
     "Each row attends to its own rows"
-    T, (_, H, D), q_THD = check_tiles(q_THD, loc_TK), q_THD.shape, fill_lanes(q_THD)
+    T, (_, H, D) = check_tiles(q_THD, loc_TK, tile=SELECT_TILE), q_THD.shape
     if D != fmt.dim or not 1 <= v_dim <= D:
         raise ValueError(f"queries of {D} and values of {v_dim} do not fit rows of {fmt.dim}")
-    K = max(LANE, -(-loc_TK.shape[1] // LANE) * LANE)
+    q_THD, K = fill_lanes(q_THD), max(LANE, -(-loc_TK.shape[1] // LANE) * LANE)
     loc_TK, part = F.pad(loc_TK, (0, K - loc_TK.shape[1]), value=-1), _part(K, q_THD.shape[2])
-    out, lse = q_THD.new_empty(T, H, v_dim), q_THD.new_empty(T, H)
-    scratch = pages_PB.new_empty(part * K, fmt.row_bytes)
+    out, top = q_THD.new_empty(T, H, v_dim), q_THD.new_zeros(pad_rows(T), H)
+    total, scratch = torch.ones_like(top), pages_PB.new_empty(min(part, T) * K, fmt.row_bytes)
     for t in range(0, T, part):
         rows, loc_RK = slice(t, t + part), loc_TK[t:t + part]
+        scratch = scratch[:len(loc_RK) * K]
         kv = fmt.decode(gather_rows(pages_PB, loc_RK.flatten(), fmt, page_size, out=scratch))
-        kv_RKD = fill_lanes(kv).view(part, K, -1)
-        out[rows], lse[rows] = _attend(q_THD[rows], kv_RKD, loc_RK >= 0, v_dim, scale)
-    return State(out, lse)
+        kv_RKD = fill_lanes(kv).view(len(loc_RK), K, -1)
+        out[rows], top[:T][rows], total[:T][rows] = _attend(
+            q_THD[rows], kv_RKD, loc_RK >= 0, v_dim, scale)
+    return State(out, (top + total.log())[:T])
 
 # %% ../../nbs/02d_sparse.ipynb #9529f68f
 def merge_states(

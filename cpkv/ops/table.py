@@ -36,6 +36,7 @@ class Ops:
     store_rows: Callable
     gather_rows: Callable
     gather_pages: Callable
+    page_rows: Callable
     restore_rows: Callable
     index_logits: Callable
     topk: Callable
@@ -50,6 +51,6 @@ REF = Ops(
     rope_interleaved=_dense.rope_interleaved, rope_half=_dense.rope_half,
     silu_mul=_dense.silu_mul, route=_dense.route, experts=_dense.experts,
     store_rows=_rows.store_rows, gather_rows=_rows.gather_rows,
-    gather_pages=_rows.gather_pages, restore_rows=_rows.restore_rows,
+    gather_pages=_rows.gather_pages, page_rows=_rows.page_rows, restore_rows=_rows.restore_rows,
     index_logits=_index.index_logits, topk=_index.topk,
     sparse_mla=_sparse.sparse_mla, merge_states=_sparse.merge_states)

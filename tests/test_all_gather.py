@@ -1,0 +1,363 @@
+"Each new token is computed once, all about it moves with it, and every rank has the same plan"
+import dataclasses
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cpkv.all_gather import (SPLITS, Extend, ForwardPlan, chunk_bytes, draw_split, fit_rows,
+                             flat_tables, interleave_split, owned_rows, token_cuts, upload,
+                             zigzag_split)
+from cpkv.laws import ConservationError, InputError, PageIdError
+from cpkv.layout import PageLayout
+
+GOLD = json.loads((Path(__file__).parent / "data/upstream_golden.json").read_text())["zigzag"]
+splits = pytest.mark.parametrize("split", SPLITS.values(), ids=SPLITS)
+lengths = st.lists(st.tuples(st.integers(0, 40), st.integers(1, 40)), min_size=1, max_size=5)
+ranks = st.integers(1, 8)
+
+
+def extends_of(pairs):
+    "Extends of (history, new tokens) pairs, request ids unlike places"
+    return tuple(Extend(request=100 + i, start=h, stop=h + n) for i, (h, n) in enumerate(pairs))
+
+def pages_of(extends, lay, seed=0):
+    "Pages of each request, shuffled over all owners"
+    need = [lay.num_pages(e.stop) for e in extends]
+    ids = np.random.default_rng(seed).permutation(sum(need)) + lay.num_sinks
+    return tuple(np.split(ids.astype(np.int32), np.cumsum(need)[:-1]))
+
+def plans_of(pairs, R, cp=None, P=4, split=zigzag_split, **change):
+    "The plan of a batch on each rank"
+    ext, lay = extends_of(pairs), PageLayout(cp_size=cp or R, page_size=P)
+    facts = dict(split=split(ext, R), page_tables=pages_of(ext, lay), layout=lay,
+                 tokens=tuple(np.arange(e.stop) * 3 + e.request for e in ext),
+                 samples=(True,) * len(ext)) | change
+    return [ForwardPlan(rank=r, owner=r % lay.cp_size, **facts) for r in range(R)]
+
+def positions(segment): return range(segment.start, segment.stop, segment.step)
+
+def lies(plans):
+    "Request and position of each row of the gathered buffer; filler -7"
+    buffer = np.full((len(plans), plans[0].split.max_rows, 2), -7)
+    for p in plans:
+        n = p.rows.num
+        buffer[p.rank, :n] = np.stack([p.rows.index[:n], p.rows.position[:n]], 1)
+    return buffer.reshape(-1, 2)
+
+def new_tokens(extends):
+    return [(i, p) for i, e in enumerate(extends) for p in range(e.start, e.stop)]
+
+
+@splits
+@given(lengths, ranks)
+def test_segments_tile_every_request(split, pairs, R):
+    ext = extends_of(pairs)
+    made = split(ext, R)
+    got = [(s.index, p) for s in made.segments for p in positions(s)]
+    assert len(got) == len(set(got)) and sorted(got) == new_tokens(ext)
+    assert [len(positions(s)) for s in made.segments] == made.size.ravel().tolist()
+    assert sum(made.rows_by_rank) == len(got) and made.max_rows == max(made.rows_by_rank)
+    assert [s for r in range(R) for s in made.of_rank(r)] == list(made.segments)
+    assert all(s.rank == r for r in range(R) for s in made.of_rank(r))
+
+
+@given(lengths, ranks)
+def test_zigzag_segments_differ_by_one_at_most(pairs, R):
+    for i, e in enumerate(extends_of(pairs)):
+        mine = [s for s in zigzag_split(extends_of(pairs), R).segments if s.index == i]
+        sizes = [len(positions(s)) for s in sorted(mine, key=lambda s: (s.start, s.stop))]
+        assert sizes == np.diff(token_cuts(e.num_tokens, 2 * R)).tolist()
+        assert max(sizes) - min(sizes) <= 1 and sizes == sorted(sizes, reverse=True)
+
+
+@given(lengths, ranks)
+def test_interleave_deals_the_tokens_of_the_batch_round(pairs, R):
+    ext = extends_of(pairs)
+    split, whole = interleave_split(ext, R), new_tokens(ext)
+    for r in range(R):
+        assert [(s.index, p) for s in split.of_rank(r) for p in positions(s)] == whole[r::R]
+    assert max(split.rows_by_rank) - min(split.rows_by_rank) <= 1
+
+
+@given(lengths, ranks)
+def test_a_rank_holds_heads_then_tails_in_batch_order(pairs, R):
+    split, B = zigzag_split(extends_of(pairs), R), len(pairs)
+    for r in range(R):
+        mine = split.of_rank(r)
+        assert [s.index for s in mine] == [*range(B)] * 2
+        for head, tail in zip(mine[:B], mine[B:]): assert head.stop <= tail.start
+
+
+@splits
+@given(lengths, ranks, st.integers(1, 9))
+def test_rows_over_ranks_partition_the_batch(split, pairs, R, P):
+    seen = []
+    for plan in plans_of(pairs, R, P=P, split=split):
+        rows = plan.rows
+        padded = len(rows.index)
+        assert padded % 32 == 0 and padded - rows.num < 32
+        assert rows.num == plan.split.rows_by_rank[plan.rank]
+        assert all(len(x) == padded for x in (rows.position, rows.visible, rows.token))
+        real, fill = slice(0, rows.num), slice(rows.num, None)
+        assert (rows.visible[real] == rows.position[real] + 1).all()
+        assert (rows.token[real] == rows.position[real] * 3 + 100 + rows.index[real]).all()
+        assert (rows.index[fill] == -1).all()
+        assert not rows.visible[fill].any() and not rows.position[fill].any()
+        seen += zip(rows.index[real].tolist(), rows.position[real].tolist())
+    assert len(seen) == len(set(seen)) and sorted(seen) == new_tokens(plan.split.extends)
+
+
+@splits
+@given(lengths, ranks, st.integers(1, 9))
+def test_order_is_the_inverse_of_the_gather(split, pairs, R, P):
+    plans = plans_of(pairs, R, P=P, split=split)
+    buffer, order, ext = lies(plans), plans[0].order, plans[0].split.extends
+    assert buffer[order].tolist() == [[*t] for t in new_tokens(ext)]
+    assert len(set(order.tolist())) == len(order)
+    assert all((p.order == order).all() for p in plans)
+    assert len(buffer) - len(order) == (buffer[:, 0] == -7).sum()        # filler is nowhere
+
+
+@splits
+@given(lengths, ranks, ranks, st.integers(1, 9))
+def test_owned_rows_partition_and_land_in_the_owners_pool(split, pairs, R, cp, P):
+    plans, stored = plans_of(pairs, R, cp=cp, P=P, split=split), {}
+    buffer, lay = lies(plans), plans[0].layout
+    for plan in plans[cp:]:                                          # ranks that keep the same shard
+        twin = plans[plan.owner]
+        assert [x.tolist() for x in owned_rows(plan)] == [x.tolist() for x in owned_rows(twin)]
+    for plan in plans[:cp]:
+        for row, loc in zip(*(x.tolist() for x in owned_rows(plan)), strict=True):
+            i, p = buffer[row]
+            assert row not in stored and i >= 0
+            stored[row] = lay.slot_of(plan.owner, loc)
+            assert stored[row] == plan.page_tables[i][p // P] * P + p % P
+    if R >= cp: assert sorted(stored) == sorted(plans[0].order.tolist())
+
+
+@splits
+@given(lengths, ranks)
+def test_the_digest_is_the_same_on_every_rank_and_sees_every_change(split, pairs, R):
+    plans = plans_of(pairs, R, split=split)
+    one, i = plans[0], len(pairs) - 1
+    assert len({p.digest for p in plans}) == 1 and 0 <= one.digest < 2**63
+    e, t, tok = one.split.extends[i], one.page_tables[i], one.tokens[i]
+    def other(**change): return dataclasses.replace(one, **change).digest
+    def swap(values, value): return (*values[:i], value, *values[i + 1:])
+    changed = {one.digest}
+    for at in range(len(t)):
+        page = t.copy()
+        page[at] = 10_000
+        changed.add(other(page_tables=swap(one.page_tables, page)))
+    for at in range(e.start, e.stop):
+        token = tok.copy()
+        token[at] += 1
+        changed.add(other(tokens=swap(one.tokens, token)))
+    changed.add(other(samples=swap(one.samples, False)))
+    changed.add(other(captures=(False,) * i + (True,)))
+    changed.add(other(split=dataclasses.replace(one.split, name="other")))
+    changed.add(other(layout=PageLayout(cp_size=R, page_size=5)))
+    moved = swap(one.split.extends, Extend(request=7, start=e.start, stop=e.stop))
+    changed.add(other(split=split(moved, R)))
+    assert len(changed) == 1 + len(t) + e.num_tokens + 5
+    s = one.split
+    mirrored = dataclasses.replace(s, index=s.index[::-1], start=s.start[::-1], size=s.size[::-1])
+    if R > 1: assert other(split=mirrored) != one.digest
+
+
+def test_a_cut_elsewhere_is_another_digest():
+    split, lay = zigzag_split(extends_of([(0, 8)]), 1), PageLayout(cp_size=1, page_size=4)
+    moved = dataclasses.replace(split, start=np.array([[0, 5]]), size=np.array([[5, 3]]))
+    def digest(s):
+        return ForwardPlan(split=s, page_tables=(np.array([1, 2]),), layout=lay, rank=0, owner=0,
+                           tokens=(np.arange(8),), samples=(True,)).digest
+    assert split.start.tolist() == [[0, 4]] and digest(split) != digest(moved)
+
+
+def test_tables_that_share_their_bytes_differ():
+    "Pages 4, 5 and 6 with token 5 in between: cut after 4 or after 5, the bytes are the same"
+    ext = extends_of([(0, 1), (0, 1)])
+    def digest(*tables):
+        return ForwardPlan(split=zigzag_split(ext, 2), page_tables=tuple(map(np.array, tables)),
+                           layout=PageLayout(cp_size=2, page_size=4), rank=0, owner=0,
+                           tokens=(np.array([5]),) * 2, samples=(True,) * 2).digest
+    assert digest([4, 5], [6]) != digest([4], [5, 6])
+
+
+# -- cases from the field
+
+
+def test_two_uneven_requests_are_cut_where_their_heads_end():
+    "Lengths 5 and 9 on two ranks: 2,1,1,1 and 3,2,2,2; rank 0 holds 5 + 3 rows and its heads end at 5"
+    a, b = plans_of([(0, 5), (0, 9)], 2)
+    sizes = {(s.index, s.start): s.stop - s.start for s in a.split.segments}
+    assert [n for _, n in sorted(sizes.items())] == [2, 1, 1, 1, 3, 2, 2, 2]
+    heads = [sum(s.stop - s.start for s in p.split.of_rank(p.rank)[:2]) for p in (a, b)]
+    assert heads == [5, 3] and a.split.rows_by_rank == (8, 6)
+    assert a.rows.position[:8].tolist() == [0, 1, 0, 1, 2, 4, 7, 8]
+    assert a.rows.index[:8].tolist() == [0, 0, 1, 1, 1, 0, 1, 1]
+    assert lies([a, b])[a.order][:, 1].tolist() == [*range(5), *range(9)]
+
+
+def test_causal_lengths_move_with_their_queries():
+    "Two ranks, 8 new tokens after 4"
+    plans = plans_of([(4, 8)], 2)
+    assert [p.rows.position[:4].tolist() for p in plans] == [[4, 5, 10, 11], [6, 7, 8, 9]]
+    assert [p.rows.visible[:4].tolist() for p in plans] == [[5, 6, 11, 12], [7, 8, 9, 10]]
+
+
+def test_positions_are_global():
+    "Rank 0 of 2 holds tokens 0, 1, 6, 7 of 8; after a history of 6 they stand at 6, 7, 12, 13"
+    for history in (0, 6):
+        plan = plans_of([(history, 8)], 2)[0]
+        assert (plan.rows.position[:4] - history).tolist() == [0, 1, 6, 7]
+        dealt = plans_of([(history, 10)], 4, split=interleave_split)[1]
+        assert (dealt.rows.position[:3] - history).tolist() == [1, 5, 9] and dealt.rows.num == 3
+
+
+def test_visible_keys_after_a_history_of_five():
+    plans = plans_of([(5, 2)], 1)
+    assert plans[0].rows.visible[:2].tolist() == [6, 7]
+
+
+@pytest.mark.parametrize("pairs,rows", [
+    ([(0, 5)], [1, 1, 1, 1, 1, 0, 0, 0]),
+    ([(0, 5), (0, 100)], [14, 14, 14, 14, 13, 12, 12, 12]),
+    ([(63, 1)], [1, 0, 0, 0, 0, 0, 0, 0])], ids=["five alone", "five and a hundred", "one after 63"])
+def test_fewer_tokens_than_ranks(pairs, rows):
+    plans = plans_of(pairs, 8, P=64)
+    assert list(plans[0].split.rows_by_rank) == rows
+    assert [len(p.rows.index) for p in plans] == [32 * (n > 0) for n in rows]
+
+
+@splits
+@pytest.mark.parametrize("R", range(1, 9))
+def test_every_total_is_covered_or_refused(split, R):
+    with pytest.raises(InputError, match="at least one token"): Extend(request=0, start=3, stop=3)
+    for n in range(1, 4 * R + 2):
+        made = split(extends_of([(3, n)]), R)
+        assert sorted(p for s in made.segments for p in positions(s)) == [*range(3, 3 + n)]
+        assert made.max_rows == -(-n // R)
+
+
+def test_the_work_is_even():
+    for R in (2, 3, 8):
+        for n in (2 * R * 16, 2 * R * 16 + 1, 1000):
+            s = zigzag_split(extends_of([(0, n)]), R)
+            pairs = [sum(p + 1 for x in s.of_rank(r) for p in range(x.start, x.stop)) for r in range(R)]
+            assert max(pairs) - min(pairs) <= (2 * n if n % (2 * R) else 0)  # two last rows' worth
+
+
+# -- another engine's numbers
+
+
+def field_of(extends, split, rank):
+    "What that engine calls each number, from a split of ours"
+    S, B, mine = 2 * split.ranks, len(extends), split.of_rank(rank)
+    natural = sorted(split.segments, key=lambda s: (s.index, s.start))
+    size = lambda s: s.stop - s.start
+    return dict(
+        split_list=[size(s) for s in natural], zigzag_index=[natural.index(s) for s in mine],
+        cp_reverse_index=[split.segments.index(s) for s in natural],
+        reverse_split_len=[size(s) for s in split.segments], per_rank=list(split.rows_by_rank),
+        max_rank_len=[split.max_rows] * split.ranks,
+        kv_prev=[s.stop for s in mine[:B]], kv_next=[s.stop for s in mine[B:]],
+        q_prev=[size(s) for s in mine[:B]], q_next=[size(s) for s in mine[B:]]), S
+
+@pytest.mark.parametrize("case", GOLD, ids=lambda c: f"cp{c['cp']}-r{c['rank']}-{c['extend_lens']}")
+def test_golden_zigzag(case):
+    pairs = [(s - n, n) for s, n in zip(case["seq_lens"], case["extend_lens"])]
+    assert min(n for _, n in pairs) >= 2 * case["cp"]                # no segment is empty
+    plan = plans_of(pairs, case["cp"], P=64)[case["rank"]]
+    fields, _ = field_of(plan.split.extends, plan.split, plan.rank)
+    assert fields == {k: case[k] for k in fields}
+    assert set(case) == set(fields) | {"cp", "rank", "seq_lens", "extend_lens"}
+    heads = sum(case["q_prev"])                                      # the same from the rows themselves
+    last = np.cumsum(case["q_prev"] + case["q_next"]) - 1
+    assert plan.rows.visible[last].tolist() == case["kv_prev"] + case["kv_next"]
+    assert plan.rows.index[:heads].tolist() == np.repeat(np.arange(len(pairs)), case["q_prev"]).tolist()
+
+def test_all_golden_cases_are_there(): assert len(GOLD) == 168
+
+def test_worked_example_one_request():
+    "3,670 new tokens after 1 on four ranks, seen from rank 1"
+    ext = extends_of([(1, 3670)])
+    got, _ = field_of(ext, zigzag_split(ext, 4), 1)
+    assert got["split_list"] == [459] * 6 + [458] * 2 and got["zigzag_index"] == [1, 6]
+    assert got["cp_reverse_index"] == [0, 2, 4, 6, 7, 5, 3, 1]
+    assert got["per_rank"] == [917, 917, 918, 918]
+    assert (got["kv_prev"], got["kv_next"]) == ([919], [3213])
+
+def test_worked_example_two_requests():
+    ext = extends_of([(0, 12), (0, 9)])
+    got, _ = field_of(ext, zigzag_split(ext, 4), 1)
+    assert got["split_list"] == [2, 2, 2, 2, 1, 1, 1, 1, 2, 1, 1, 1, 1, 1, 1, 1]
+    assert got["zigzag_index"] == [1, 9, 6, 14]
+    assert got["cp_reverse_index"] == [0, 4, 8, 12, 14, 10, 6, 2, 1, 5, 9, 13, 15, 11, 7, 3]
+
+
+# -- what a plan refuses, and its tables
+
+
+def plan_of(tables, pairs=((0, 16),), tokens=None, **change):
+    ext = extends_of(pairs)
+    facts = dict(split=zigzag_split(ext, 4), page_tables=tuple(map(np.array, tables)), rank=0, owner=0,
+                 layout=PageLayout(cp_size=4, page_size=8), samples=(True,) * len(ext),
+                 tokens=tuple(np.arange(e.stop) for e in ext) if tokens is None else tokens)
+    return ForwardPlan(**(facts | change))
+
+@pytest.mark.parametrize("error,message,args", [
+    (PageIdError, "too short", dict(tables=[[4]])),
+    (PageIdError, "sink", dict(tables=[[4, 3]])), (PageIdError, "sink", dict(tables=[[4, 5, -1]])),
+    (PageIdError, "twice", dict(tables=[[4, 4]])),
+    (PageIdError, "twice.*request=101", dict(tables=[[4, 5], [6, 6]], pairs=[(0, 16), (0, 16)])),
+    (ConservationError, "another holds", dict(tables=[[4, 5], [6, 5]], pairs=[(0, 16), (0, 16)])),
+    (ConservationError, "another holds", dict(tables=[[4, 5], [4, 6]], pairs=[(7, 9), (8, 8)])),
+    (ConservationError, "another holds", dict(tables=[[4, 5], [4, 6]], pairs=[(8, 8), (7, 9)])),
+    (InputError, "too few tokens", dict(tables=[[4, 5]], tokens=(np.arange(15),))),
+    (InputError, "each request", dict(tables=[[4, 5]], tokens=())),
+    (InputError, "each request", dict(tables=[], tokens=())),
+    (InputError, "each request", dict(tables=[[4, 5]], samples=())),
+    (InputError, "captures", dict(tables=[[4, 5]], captures=(True, True))),
+    (InputError, "no such rank", dict(tables=[[4, 5]], rank=4)),
+    (InputError, "no such rank", dict(tables=[[4, 5]], owner=-1))])
+def test_bad_plans_are_refused(error, message, args):
+    with pytest.raises(error, match=message): plan_of(**args)
+
+def test_what_is_only_read_may_be_shared():
+    plan_of([[4, 5], [4, 6]], [(8, 8), (8, 8)])
+    plan_of([[4, 5, 9]])                                             # pages beyond the stop are fine
+
+def test_slots_are_wide():
+    "A page number of 32 bits times 64 rows does not wrap"
+    ext, lay = extends_of([(0, 65)]), PageLayout(cp_size=2, page_size=64)
+    table = np.array([8, 40_000_001], np.int32)
+    plan = ForwardPlan(split=zigzag_split(ext, 2), page_tables=(table,), layout=lay, rank=1, owner=1,
+                       tokens=(np.zeros(65),), samples=(True,))
+    assert owned_rows(plan)[1].tolist() == [20_000_000 * 64] and owned_rows(plan)[1].dtype == np.int64
+    assert flat_tables(plan.page_tables)[0].dtype == np.int64
+
+def test_upload_is_one_buffer():
+    tables = dict(a=np.arange(6, dtype=np.int32).reshape(2, 3), none=np.zeros(0, np.int64), b=np.array([2**40]))
+    got = upload(tables)
+    assert {k: v.tolist() for k, v in got.items()} == {k: v.tolist() for k, v in tables.items()}
+    assert all(v.dtype is torch.int64 for v in got.values())
+    assert len({v.untyped_storage().data_ptr() for v in got.values()}) == 1
+    assert upload({}) == {}
+
+def test_small_things():
+    x = torch.arange(6.).view(3, 2)
+    assert fit_rows(x, 2).tolist() == x[:2].tolist() and fit_rows(x, 3).tolist() == x.tolist()
+    assert fit_rows(x, 5).tolist() == x.tolist() + [[0, 0]] * 2 and fit_rows(x[:0], 2).shape == (2, 2)
+    assert token_cuts(0, 3) == [0, 0, 0, 0] and token_cuts(7, 3) == [0, 3, 5, 7]
+    assert chunk_bytes(zigzag_split(extends_of([(0, 9)]), 4), 10) == 3 * 3 * 10
+    assert chunk_bytes(zigzag_split(extends_of([(0, 9)]), 1), 10) == 0
+    assert set(SPLITS) >= {"zigzag"}
+    assert "rank 3" not in draw_split(zigzag_split(extends_of([(2, 3)]), 4)).html   # holds nothing
+    plan = plans_of([(0, 3)], 2)[0]
+    assert plan != plans_of([(0, 3)], 2)[0] and plan == plan and hash(plan)         # identity, not arrays

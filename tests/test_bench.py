@@ -1,0 +1,39 @@
+"""Benchmarks run, say their unit, and measure what they say; how fast is nobody's test"""
+import pytest
+
+from cpkv import bench
+from cpkv.bench import BENCHES, plan_once, run_bench
+from cpkv.laws import ConfigError, InputError
+
+
+def test_every_number_has_a_unit_and_is_above_zero():
+    r = run_bench("plan")
+    assert all(k.endswith(("_us", "_ms")) and 0 < v < 1e9 for k, v in r.items())
+    assert {"split_one_us", "plan_64_ms", "alloc_8x8192_ms", "owner_loc_131072_ms",
+            "yardstick_ms"} <= set(r)
+
+def test_without_a_name_all_of_them_run(monkeypatch):
+    monkeypatch.setattr(bench, "yardstick", lambda: .002)
+    monkeypatch.setitem(BENCHES, "a", lambda: {"a_us": 1.0})
+    monkeypatch.setitem(BENCHES, "b", lambda: {"b_us": 1.0})
+    assert {"a_us", "b_us", "split_one_us", "yardstick_ms"} <= set(run_bench())
+    assert run_bench("a") == {"a_us": 1.0, "yardstick_ms": 2.0}
+
+@pytest.mark.parametrize("requests,num_tokens,ranks",
+                         [(1, 1, 8), (1, 8192, 8), (64, 128, 8), (3, 65, 2)])
+def test_a_plan_holds_every_token_of_the_batch(requests, num_tokens, ranks):
+    rows, gathered = plan_once(requests, num_tokens, ranks)()
+    assert len(gathered.row) == len(set(gathered.slot.tolist())) == requests * num_tokens
+    assert rows.num <= num_tokens * requests and len(rows.index) % 32 == 0
+
+def test_an_unknown_name_is_refused_with_the_known_ones():
+    with pytest.raises(InputError, match="plan"): run_bench("speed")
+
+@pytest.mark.parametrize("value,error", [("1", True), ("trace", True), ("0", False), ("", False)])
+def test_no_number_is_taken_under_debug(monkeypatch, value, error):
+    monkeypatch.setenv("CPKV_DEBUG", value)
+    monkeypatch.setattr(bench, "BENCHES", {})
+    monkeypatch.setattr(bench, "yardstick", lambda: 1.0)
+    if not error: assert run_bench() == {"yardstick_ms": 1000}
+    else:
+        with pytest.raises(ConfigError, match="CPKV_DEBUG off"): run_bench()
