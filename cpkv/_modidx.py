@@ -695,6 +695,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                 'cpkv.shared_kv.FullView.open': ('shared_kv.html#fullview.open', 'cpkv/shared_kv.py'),
                                 'cpkv.shared_kv.FullView.scratch_bytes': ('shared_kv.html#fullview.scratch_bytes', 'cpkv/shared_kv.py'),
                                 'cpkv.shared_kv.FullView.shards': ('shared_kv.html#fullview.shards', 'cpkv/shared_kv.py'),
+                                'cpkv.shared_kv.FullView.view_of': ('shared_kv.html#fullview.view_of', 'cpkv/shared_kv.py'),
                                 'cpkv.shared_kv.FullViewSession': ('shared_kv.html#fullviewsession', 'cpkv/shared_kv.py'),
                                 'cpkv.shared_kv.FullViewSession._issue_view': ( 'shared_kv.html#fullviewsession._issue_view',
                                                                                 'cpkv/shared_kv.py'),

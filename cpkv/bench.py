@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from .all_gather import Extend, ForwardPlan, zigzag_split
+from .all_gather import Extend, ForwardPlan, owned_rows, zigzag_split
 from .alloc import alloc_8x8192_ms
 from .evidence import refuse_numbers
 from .laws import InputError
@@ -40,7 +40,7 @@ def plan_once(
     def once() -> Any:
         plan = ForwardPlan(split=zigzag_split(extends, ranks), page_tables=tables, layout=lay,
                            rank=1, owner=1, tokens=tokens, samples=(False,) * requests)
-        return plan.rows, plan.gathered
+        return plan.rows, plan.order, owned_rows(plan)
     return once
 
 # %% ../nbs/20_bench.ipynb #22073390

@@ -47,10 +47,11 @@ class EngineConfig:
     max_tokens: int = 16384        # longest request
     reader: str = "full_view"      # how a layer attends
     split: str = "zigzag"          # who computes which rows
+    max_batch: int = 64            # requests of one step
     namespace: str = ""            # all else that changes bytes: model, weights, dtype
 
     def __post_init__(self):
-        for name in ("page_size", "chunk", "device_tokens", "max_tokens"):
+        for name in ("page_size", "chunk", "device_tokens", "max_tokens", "max_batch"):
             value = getattr(self, name)
             if value < 1: raise InputError(f"{name} must be at least 1", **{name: value})
         for name, known in (("reader", READERS), ("split", SPLITS)):
@@ -107,7 +108,8 @@ class Engine:
         self.alloc = PageAllocator(lay, local)
         name = f"{config.namespace}|{config.format}|cp {shards}"
         self.tree = RadixTree(config.page_size, namespace=name)
-        need = reader.scratch_bytes(self.pool, world.size, config.max_tokens, config.chunk)
+        need = reader.scratch_bytes(self.pool, world.size, config.device_tokens, config.chunk,
+                                    config.max_batch)
         self.scratch = Scratch(need, device)
         self.reader = reader(world, self.pool, model.ops, self.scratch, index_topk=c.index_topk,
                              v_dim=c.kv_lora_rank, scale=c.scale)

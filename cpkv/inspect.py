@@ -167,7 +167,7 @@ def add_event(shard: Shard, e: Mapping[str, Any]) -> Iterator[str]:
 def caches_of(shards: Sequence[Shard]) -> list[list[Shard]]:
     "Shards by the cache that they are parts of; a rank that works alone has its own"
     groups: dict[tuple, list[Shard]] = {}
-    for s in shards:
+    for s in sorted(shards, key=lambda s: s.head["rank"]):
         h = s.head
         key = h["role"], h["ranks"], h["pool"], h["rank"] if h["ranks"] == 1 else None
         groups.setdefault(key, []).append(s)
@@ -288,7 +288,8 @@ def inspect_text(r: Mapping[str, Any]) -> str:
             for p in r["pools"]]
     head = "who", "owner", "pool", "if replicated", *(f"{c} pages stored" for c in names)
     runs = f", the last of {r['runs']} runs" if r["runs"] > 1 else ""
-    said = ", ".join(f"{c} {'yes' if yes else 'NO'}" for c, yes in r["sharded"].items())
+    no = "no" if r["ok"] else "not proved"
+    said = ", ".join(f"{c} {'yes' if yes else no}" for c, yes in r["sharded"].items())
     more = len(r["faults"]) - MOST_FAULTS
     part = "" if r["first_difference"] else "\nno difference between ranks"
     return "\n".join([f"{r['events']:,} events{runs}", table(rows, head).text,

@@ -122,9 +122,9 @@ class Reader:
         return Session(self, plan, stores)
 
     @staticmethod
-    def scratch_bytes(pool: Pool, ranks: int, tokens: int, chunk: int) -> int:
-        "Arena that holds one request of `tokens` tokens in chunks of `chunk`, bytes"
-        rows = ranks * (-(-chunk // ranks) + 1)
+    def scratch_bytes(pool: Pool, ranks: int, tokens: int, chunk: int, requests: int = 1) -> int:
+        "Arena for batches of so many requests that read `tokens` and compute `chunk` tokens, bytes"
+        rows = ranks * (-(-chunk // ranks) + 2 * requests)  # two uneven segments a request
         return sum(rows * widest(bufs, 1) + ALIGN for bufs in (pool.latent, pool.index))
 
     def layer_bytes(self,

@@ -68,9 +68,8 @@ class Running:
 # %% ../nbs/17a_schedule.ipynb #efbbf2c1
 class Scheduler:
     "Requests through one engine, the same on every rank"
-    def __init__(self, engine: Engine, max_batch: int = 64):
-        if max_batch < 1: raise InputError("max_batch must be at least 1", max_batch=max_batch)
-        self.engine, self.max_batch = engine, max_batch
+    def __init__(self, engine: Engine):
+        self.engine, self.max_batch = engine, engine.config.max_batch
         self.waiting: deque[Running] = deque()
         self.running: list[Running] = []  # in order of arrival
         self.failed: list[Running] = []   # refused alone since the last step

@@ -67,6 +67,7 @@ def view_pages(plan: ForwardPlan) -> ViewPages:
 class FullView(Reader):
     "One copy of the cache; each layer gathers the pages that the batch reads"
     name = "full_view"
+    _known: tuple[ForwardPlan, ViewPages] | None = None  # the last batch and its view
 
     @staticmethod
     def shards(ranks: int) -> int: return ranks
@@ -75,24 +76,30 @@ class FullView(Reader):
         return FullViewSession(self, plan, stores)
 
     @staticmethod
-    def scratch_bytes(pool: Pool, ranks: int, tokens: int, chunk: int) -> int:
+    def scratch_bytes(pool: Pool, ranks: int, tokens: int, chunk: int, requests: int = 1) -> int:
         P = pool.layout.page_size
-        pages = ranks * (-(-pool.layout.num_pages(tokens) // ranks) + 1)
-        return Reader.scratch_bytes(pool, ranks, tokens, chunk) + sum(
+        even = -(-pool.layout.num_pages(tokens) // ranks) + requests  # one page more a chain
+        pages = ranks * min(even, pool.local_pages)
+        return Reader.scratch_bytes(pool, ranks, tokens, chunk, requests) + sum(
             pages * widest(bufs, P) + ALIGN for bufs in (pool.latent, pool.index))
+
+    def view_of(self, plan: ForwardPlan) -> ViewPages:
+        "The view of a batch, made once however often it is asked for"
+        if self._known is None or self._known[0] is not plan: self._known = (plan, view_pages(plan))
+        return self._known[1]
 
     def layer_bytes(self, plan: ForwardPlan, layer: int,
                     stores: frozenset[int] = frozenset()) -> int:
         chunk = super().layer_bytes(plan, layer)
         if layer in stores: return chunk
-        most, R = view_pages(plan).max_pages, plan.layout.cp_size
+        most, R = self.view_of(plan).max_pages, plan.layout.cp_size
         return chunk + sum(view_bytes(most, b.page_bytes, R) for b in of_layer(self.pool, layer))
 
 # %% ../nbs/07_shared_kv.ipynb #b3c42d44
 class FullViewSession(Session):
     "One batch through all layers of a sharded cache"
     def _tables(self) -> dict[str, np.ndarray]:
-        self.view = view_pages(self.plan)
+        self.view = self.reader.view_of(self.plan)
         return dict(super()._tables(), send=self.view.send)
 
     def _source_table(self) -> np.ndarray: return self.view.table

@@ -22,9 +22,11 @@ def test_without_a_name_all_of_them_run(monkeypatch):
 @pytest.mark.parametrize("requests,num_tokens,ranks",
                          [(1, 1, 8), (1, 8192, 8), (64, 128, 8), (3, 65, 2)])
 def test_a_plan_holds_every_token_of_the_batch(requests, num_tokens, ranks):
-    rows, gathered = plan_once(requests, num_tokens, ranks)()
-    assert len(gathered.row) == len(set(gathered.slot.tolist())) == requests * num_tokens
+    rows, order, (src, loc) = plan_once(requests, num_tokens, ranks)()
+    assert len(order) == len(set(order.tolist())) == requests * num_tokens
     assert rows.num <= num_tokens * requests and len(rows.index) % 32 == 0
+    pages = -(-num_tokens // 64) * requests    # rank 1 owns every so many of them
+    assert len(src) == len(set(loc.tolist())) <= -(-pages // ranks) * 64
 
 def test_an_unknown_name_is_refused_with_the_known_ones():
     with pytest.raises(InputError, match="plan"): run_bench("speed")

@@ -1,8 +1,7 @@
 """One conversation, however it is computed; and a comparison that can say no"""
 import functools
 import json
-import os
-from pathlib import Path
+import tempfile
 
 import numpy as np
 import pytest
@@ -307,11 +306,11 @@ def test_waits_grow_with_the_text():
 
 # -- real processes
 
-def test_two_processes_and_no_folder_left():
-    before = {p for p in Path(os.environ.get("TMPDIR", "/tmp")).glob("cpkv-*")}
+def test_two_processes_and_no_folder_left(monkeypatch, tmp_path):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     r = run_demo(text=TEXT[:100], engine=dict(page_size=16, chunk=96), num_output=3)
     assert r["ok"] and r == short(2)
-    assert {p for p in Path(os.environ.get("TMPDIR", "/tmp")).glob("cpkv-*")} <= before
+    assert list(tmp_path.glob("cpkv-*")) == []
 
 def test_engine_defaults_are_those_of_the_command_line():
     from cpkv.cli import OPTIONS

@@ -18,7 +18,8 @@ TEXT = np.random.default_rng(3).integers(0, 256, 200)
 
 
 def engine_of(world, chunk=32, tokens=512):
-    return Engine(world, MODEL, EngineConfig(page_size=8, chunk=chunk, device_tokens=tokens, max_tokens=tokens))
+    return Engine(world, MODEL, EngineConfig(page_size=8, chunk=chunk, device_tokens=tokens,
+                                              max_tokens=tokens, max_batch=4))
 
 def facts(run): return run.output, run.logprobs, run.prompt_logprobs
 
@@ -40,7 +41,7 @@ def company(peers, arrivals, chunk, tokens, drop):
     "`arrivals[i]` is the step at which request i comes; `drop` is (request, step)"
     engine = engine_of(peers.world(), chunk, tokens)
     engine.pool.poison()
-    s, out, retracted, most = Scheduler(engine, max_batch=4), {}, 0, 0
+    s, out, retracted, most = Scheduler(engine), {}, 0, 0
     for step in range(400):
         for i, at in enumerate(arrivals):
             if at == step: s.submit(i, PROMPTS[i], WANTS[i])

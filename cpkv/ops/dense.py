@@ -1,11 +1,11 @@
 """Row work whose bits do not depend on the batch
 
-In: rows of one rank, padded to whole tiles of 32 by the plan, and weights. Out: rows in the same
-order, fp32.
+In: rows of one rank, padded to whole tiles of 32 by the plan, and weights. Out: rows in the
+same order, fp32.
 
 Invariants: the bits of a row depend on that row and the weights alone, not on its place, its
-neighbours (NaN included), the batch, the chunk or the rank count; sums run in a fixed order; the
-caller has set one thread.
+neighbours (NaN included), the batch, the chunk or the rank count; sums run in a fixed order;
+the caller has set one thread.
 
 Refuses rows that are not whole tiles, and shapes that do not fit (ValueError). It never pads
 rows: the plan did, once."""

@@ -3,8 +3,8 @@
 In: index queries, head weights and keys in token order. Out: scores, and for each row the
 positions of its k best visible keys.
 
-Invariants: a score's bits depend on its own query and key alone; the selection is exact; ties go
-to the lowest position; positions ascend, -1 fills the end, the width is always k; what lies
+Invariants: a score's bits depend on its own query and key alone; the selection is exact; ties
+go to the lowest position; positions ascend, -1 fills the end, the width is always k; what lies
 beyond a row's visible keys never matters, NaN included.
 
 Refuses rows or keys that are not whole tiles, a k below 1, and more visible keys than columns

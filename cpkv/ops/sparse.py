@@ -1,12 +1,12 @@
 """Attention over the picked rows, and states that merge
 
-In: absorbed queries, pages, and the locs that each row attends to. Out: a state `(out, lse)` for
-each row and head, which merges with the state of other keys.
+In: absorbed queries, pages, and the locs that each row attends to. Out: a state `(out, lse)`
+for each row and head, which merges with the state of other keys.
 
-Invariants: a row's bits depend on its query and the rows it reads, in the order and at the width
-of its locs; -1 reads nothing, and NaN beside the rows that are read never leaks; no key at all
-gives zeros and -inf; merging is associative to rounding, commutative bit for bit, and the empty
-state is its exact identity.
+Invariants: a row's bits depend on its query and the rows it reads, in the order and at the
+width of its locs; -1 reads nothing, and NaN beside the rows that are read never leaks; no key
+at all gives zeros and -inf; merging is associative to rounding, commutative bit for bit, and
+the empty state is its exact identity.
 
 Refuses rows that are not whole tiles, shapes that do not fit (ValueError) and locs outside the
 pages (PageIdError)."""
@@ -45,7 +45,7 @@ class State(NamedTuple):
 def _attend(
     q_RHD: torch.Tensor, kv_RKD: torch.Tensor, seen_RK: torch.Tensor, v_dim: int, scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    "Scores, a softmax that knows emptiness, values: out, the largest score, the sum of exponentials"
+    "A softmax that knows emptiness: out, the largest score, the sum of exponentials"
     p = torch.bmm(q_RHD, kv_RKD.transpose(1, 2)).mul_(scale)
     p.masked_fill_(~seen_RK[:, None], -torch.inf)
     top = p.amax(2, keepdim=True)
