@@ -12,9 +12,9 @@ are options that contradict each other. Nothing keeps running after a command re
 
 # %% auto #0
 __all__ = ['MOST', 'OPTIONS', 'COMMANDS', 'Option', 'options_of', 'knobs_table', 'check_value', 'check_together',
-           'check_json_path', 'columns', 'show_demo', 'show_doctor', 'show_bench', 'wrong_demo', 'wrong_doctor',
-           'Command', 'make_parser', 'parse', 'finite', 'write_json', 'tell', 'complain', 'run', 'interruptible',
-           'main']
+           'check_json_path', 'columns', 'show_demo', 'show_doctor', 'show_bench', 'wrong_demo', 'wrong_inspect',
+           'wrong_doctor', 'Command', 'make_parser', 'parse', 'finite', 'write_json', 'tell', 'complain', 'run',
+           'interruptible', 'main']
 
 # %% ../nbs/21_cli.ipynb #8aadff7c
 import argparse
@@ -37,8 +37,10 @@ from .bench import BENCHES, run_bench
 from .demo import differences, read_text, run_demo
 from .doctor import run_doctor
 from .evidence import VARIABLES, check_gates
+from .inspect import inspect_text, inspect_trace
 from .laws import CpkvError, InputError
 from .measure import bytes_text
+from .pool import FORMATS
 
 # %% ../nbs/21_cli.ipynb #2ebad4d9
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,7 +66,7 @@ class Option:
         return self.name.upper() if self.is_positional else f"--{self.name}"
 
     @property
-    def is_positional(self) -> bool: return self.command == "bench"
+    def is_positional(self) -> bool: return self.command in ("bench", "inspect")
 
 # %% ../nbs/21_cli.ipynb #58214d07
 MOST = 2**31 - 1  # of any integer option
@@ -78,9 +80,8 @@ OPTIONS = (
     _demo_option("cp", "prefill ranks that share one cache", default=2),
     _demo_option("page-size", "tokens a page", default=64),
     _demo_option("chunk", "tokens computed in one step, over all ranks", default=2048),
-    _demo_option("format", "bytes of latent and index rows", kind=str, default="fp32",
-                 value="NAME", choices=("fp32", "bf16"),
-                 later={"fp8": "the formats", "fp8_packed": "the formats"}),
+    _demo_option("format", "bytes of latent and index rows", kind=str, default="fp8_packed",
+                 value="NAME", choices=tuple(FORMATS)),
     _demo_option("placement", "which rank owns a new page", kind=str, default="cyclic",
                  value="NAME", choices=("cyclic",), later={"compute_owner": "09_compute_owner"}),
     _demo_option("seed", "of the random weights", default=0, least=0),
@@ -99,7 +100,9 @@ OPTIONS = (
     _demo_option("experiment", "accept: accept lengths by path", kind=str, value="NAME",
                  unset="none", later="16_mtp"),
     Option(command="bench", name="name", help="one benchmark", kind=str, value="NAME",
-           choices=tuple(BENCHES), unset="all"))
+           choices=tuple(BENCHES), unset="all"),
+    Option(command="inspect", name="file", help="what CPKV_DEBUG=trace:FILE wrote", kind=str,
+           value="FILE", unset="needed"))
 
 def options_of(command: str) -> list[Option]: return [o for o in OPTIONS if o.command == command]
 
@@ -171,6 +174,10 @@ def _run_doctor(c: dict[str, Any]) -> dict[str, Any]:
 
 def _run_bench(c: dict[str, Any]) -> dict[str, Any]: return dict(ok=True) | run_bench(c["name"])
 
+def _run_inspect(c: dict[str, Any]) -> dict[str, Any]:
+    if c["file"] is None: raise InputError("give the file of a trace; see cpkv inspect --help")
+    return inspect_trace(c["file"])
+
 # %% ../nbs/21_cli.ipynb #cf92fafa
 def columns(rows: Sequence[Sequence[object]]) -> str:
     "Rows as aligned text, the first is the head"
@@ -223,6 +230,11 @@ def wrong_demo(r: dict[str, Any]) -> str:
         return f"turn {i + 1} is not what it should be: {', '.join(bad)}{first}"
     return f"{r['leaked_pages']} pages leaked"
 
+def wrong_inspect(r: dict[str, Any]) -> str:
+    "The first of what is wrong"
+    more = len(r["faults"]) - 1
+    return r["faults"][0] + (f" (and {more} more)" if more else "")
+
 def wrong_doctor(r: dict[str, Any]) -> str:
     bad = [f"{c['name']} ({c['hint'] or c['found']})" for c in r["checks"]
            if c["required"] and not c["ok"]]
@@ -242,7 +254,9 @@ COMMANDS = {
                     "everything with a single rank", _run_demo, show_demo, wrong_demo),
     "doctor": Command("what this machine has and what is missing", _run_doctor, show_doctor,
                       wrong_doctor, failed=2),
-    "bench": Command("numbers of this machine", _run_bench, show_bench)}
+    "bench": Command("numbers of this machine", _run_bench, show_bench),
+    "inspect": Command("prove from a trace that the cache was sharded, or show where ranks part",
+                       _run_inspect, inspect_text, wrong_inspect)}
 
 # %% ../nbs/21_cli.ipynb #d0fdf789
 class _Parser(argparse.ArgumentParser):

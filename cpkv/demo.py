@@ -38,7 +38,8 @@ import torch
 
 from .engine import Engine, EngineConfig, Request, decode, greedy
 from .evidence import check_gates
-from .handoff import page_digests, pool_facts, recv_pages, send_pages, send_plan
+from .handoff import (page_digests, pool_facts, recv_pages, send_pages, send_plan,
+                          tell_register)
 from .laws import CapacityError, CpkvError, InputError
 from .launch import run_ranks
 from .layout import PageLayout
@@ -108,7 +109,8 @@ def conversation_tokens(text: bytes, turns: int, num_output: int) -> int:
 def run_role(peers: Peers, job: Job) -> list[dict[str, Any]]:
     "What one process does; one dict a turn"
     config, weights = load_checkpoint(Path(job.checkpoint), job.layers)
-    model, world = Model(config, weights, REF), peers.world(job.cp)
+    peers.trace.role = role_of(peers.rank, job.cp)
+    model, world = Model(config, weights, peers.marks.ops(REF)), peers.world(job.cp)
     if world is not None: return _prefill(peers, world, model, job)
     return (_decode if peers.rank == job.cp else _oracle)(peers, model, job)
 
@@ -117,6 +119,7 @@ def _start(peers: Peers, job: Job, engine: Engine) -> None:
     e = job.engine
     facts = dict(page_size=e.page_size, format=e.format, chunk=e.chunk, split=e.split, cp=job.cp,
                  ops=engine.model.ops.name, namespace=e.namespace)
+    tell_register(peers.trace, engine.pool)
     peers.check_start(facts | pool_facts(engine.pool))
 
 # %% ../nbs/17b_demo.ipynb #97c564a9
@@ -170,16 +173,17 @@ def _say(turn: int, done: int, total: int) -> None:
     sys.stderr.flush()
 
 # %% ../nbs/17b_demo.ipynb #498e89a1
-def _alone(model: Model, job: Job, chunk: int) -> Engine:
+def _alone(model: Model, job: Job, chunk: int, **more: Any) -> Engine:
     "An ordinary engine with room for the conversation"
     e, P = job.engine, job.engine.page_size
     tokens = -(-e.max_tokens // P) * P
-    return Engine(Solo(), model, EngineConfig(
+    return Engine(Solo(**more), model, EngineConfig(
         page_size=P, chunk=chunk, format=e.format, device_tokens=tokens, max_tokens=tokens,
         reader="replicated", namespace=e.namespace))
 
 def _decode(peers: Peers, model: Model, job: Job) -> list[dict[str, Any]]:
-    engine, turns, tokens = _alone(model, job, job.engine.page_size), [], first_prompt(job)
+    engine = _alone(model, job, job.engine.page_size, trace=peers.trace)
+    turns, tokens = [], first_prompt(job)
     _start(peers, job, engine)
     for _ in range(job.turns):
         got = recv_pages(peers, engine.pool, engine.alloc, range(job.cp))
@@ -198,7 +202,7 @@ def _decode(peers: Peers, model: Model, job: Job) -> list[dict[str, Any]]:
 def _oracle(peers: Peers, model: Model, job: Job) -> list[dict[str, Any]]:
     turns, tokens, leaked = [], first_prompt(job), 0
     for turn in range(job.turns):
-        engine = _alone(model, job, chunk=job.engine.max_tokens)
+        engine = _alone(model, job, job.engine.max_tokens, trace=peers.trace)
         if turn == 0: _start(peers, job, engine)
         r = engine.begin(turn, tokens)
         first = engine.prefill(r)

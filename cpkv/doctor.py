@@ -70,7 +70,8 @@ def two_ranks(peers: Peers) -> list[int]:
 
 def _check_ranks() -> dict[str, Any]:
     "Two processes, whatever the variables say"
-    try: got = run_ranks(two_ranks, 2, timeout=30.0, env=[{"CPKV_DEBUG": "0"}] * 2)
+    off = {"CPKV_DEBUG": "0", "CPKV_NVTX": "0"}
+    try: got = run_ranks(two_ranks, 2, timeout=30.0, env=[off] * 2)
     except CpkvError as e:
         return check("two ranks", False, e, "processes must reach each other over loopback")
     return check("two ranks", got == [[0, 1], [0, 1]], "each heard the other")

@@ -27,7 +27,8 @@ import torch
 
 from .all_gather import SPLITS, Extend, ForwardPlan
 from .alloc import Holder, PageAllocator, cyclic_classes, pick_base
-from .laws import CapacityError, ConservationError, InputError, OrderError
+from .evidence import buffer_facts, page_facts
+from .laws import CapacityError, ConservationError, InputError, LawError, OrderError
 from .layout import PageLayout
 from .model import Model
 from .output import gather_output, output_bytes
@@ -114,6 +115,15 @@ class Engine:
         self.reader = reader(world, self.pool, model.ops, self.scratch, index_topk=c.index_topk,
                              v_dim=c.kv_lora_rank, scale=c.scale)
         self.predicted: Counter[int] = Counter()  # bytes that a rank receives, by layer
+        self.trace = world.trace
+        if self.trace.on: self._tell_pool()
+
+    def _tell_pool(self) -> None:
+        R = self.layout.cp_size
+        self.trace.event("pool", self.pool, ranks=self.world.size, cp_size=R,
+                         page_size=self.config.page_size, local_pages=self.pool.local_pages,
+                         tokens=self.config.device_tokens, owner=self.world.rank % R,
+                         format=self.config.format, **buffer_facts(self.pool.buffers))
 
     @property
     def most_tokens(self) -> int:
@@ -143,6 +153,9 @@ class Engine:
         r.base, r.pages, r.shared = match.base, match.pages, len(match.pages)
         r.cached = r.computed = match.num_tokens
         r.leases.enter_context(self.tree.lease(match))
+        if self.trace.on: self.trace.event(
+            "match", self.pool, request=r.request, tokens=len(r.tokens), cached=r.cached,
+            base=int(r.base), **page_facts(self.layout, r.pages))
 
     def adopt(self, request: int, tokens: np.ndarray, pages: np.ndarray, computed: int) -> Request:
         "A request whose pages came from elsewhere and are held as REQUEST"
@@ -174,18 +187,29 @@ class Engine:
         captures: Sequence[bool] = (),         # whose new rows are wanted; () is nobody's
     ) -> list["Computed"]:                     # a request each
         "One forward of several requests"
+        try: return self._compute(batch, captures)
+        except LawError as e:
+            self.trace.attach(e)
+            raise
+
+    def _compute(self, batch: Sequence[tuple[Request, int]], captures: Sequence[bool]
+                ) -> list["Computed"]:
         self.take_pages(batch)
         extends = [Extend(request=r.request, start=r.computed, stop=stop) for r, stop in batch]
-        plan = ForwardPlan(
-            split=SPLITS[self.config.split](extends, self.world.size), layout=self.layout,
-            page_tables=tuple(r.pages for r, _ in batch), rank=self.world.rank,
-            owner=self.world.rank % self.layout.cp_size, tokens=tuple(r.tokens for r, _ in batch),
-            samples=tuple(stop == len(r.tokens) for r, stop in batch), captures=tuple(captures))
+        with self.world.marks.range("plan"):
+            plan = ForwardPlan(
+                split=SPLITS[self.config.split](extends, self.world.size), layout=self.layout,
+                page_tables=tuple(r.pages for r, _ in batch), rank=self.world.rank,
+                owner=self.world.rank % self.layout.cp_size,
+                tokens=tuple(r.tokens for r, _ in batch), captures=tuple(captures),
+                samples=tuple(stop == len(r.tokens) for r, stop in batch))
         self._agree(plan)
         out = self._forward(plan)
         for r, stop in batch:
             r.computed = stop
             r.check()
+            if self.trace.on: self.trace.event("commit", self.pool, request=r.request, tokens=stop,
+                                               digest=plan.digest)
         return out
 
     def take_pages(self, batch: Sequence[tuple[Request, int]]) -> None:
@@ -220,7 +244,7 @@ class Engine:
 
     def _forward(self, plan: ForwardPlan) -> list["Computed"]:
         "Run the model; a session that fails gives its scratch back"
-        session = self.reader.open(plan)
+        with self.world.marks.range("plan"): session = self.reader.open(plan)
         try: hidden_TD = self.model.forward(session)
         except BaseException:
             session.abort()
@@ -260,6 +284,9 @@ class Engine:
         self.alloc.free(got.duplicates, Holder.REQUEST)
         r.pages = np.concatenate([match.pages, r.pages[key.num_pages:]])
         r.shared = key.num_pages
+        if self.trace.on: self.trace.event(
+            "publish", self.pool, request=r.request, tokens=r.computed, base=int(r.base),
+            taken=len(got.taken), **page_facts(self.layout, match.pages))
 
     def finish(self, r: Request) -> None:
         "Publish, then free what the tree does not keep"

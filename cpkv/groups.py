@@ -230,6 +230,7 @@ class GroupPeers(Peers):
     def __init__(self, *, backend: str = "gloo", timeout: float = 60.0, debug: bool | None = None):
         self.options = {"timeout": timeout, "debug": debug}
         super().__init__(dist.get_rank(), dist.get_world_size(), backend, **self.options)
+        self.options["trace"] = self.trace
         everyone = [Lane(self._group(self.size, "gloo"), timeout) for _ in range(2)]
         self.control, self.mail = Control(everyone[0]), Mail(everyone[1])
 

@@ -119,12 +119,14 @@ def child(rank: int, size: int, job: bytes, pipe: Any, options: dict) -> None:
     os.environ.update(options["env"])
     torch.set_num_threads(1)
     threading.Thread(target=follow, args=(pipe,), daemon=True).start()
+    peers = None
     try:
         fn, args = pickle.loads(job)
         peers = join(rank, size, options["address"], **options["join"])
         report = pickle.dumps(fn(peers, *args))
         pipe.send_bytes(b"result" + report)
     except BaseException as e:
+        if peers is not None: peers.trace.attach(e)
         with suppress(OSError):  # the caller has already heard enough, and closed its end
             pipe.send_bytes(b"failed" + pickle.dumps(Failure(e)))
         leave(1)

@@ -159,7 +159,7 @@ class LocalPeers(Peers):
     def __init__(self, shared: Shared, rank: int, **kwargs: Any):
         super().__init__(rank, shared.hub.size, "local", **kwargs)
         self.shared, self.hub, self.baton = shared, shared.hub, shared.hub.baton
-        self.kwargs, self.num_worlds = kwargs, 0
+        self.kwargs, self.num_worlds = {**kwargs, "trace": self.trace}, 0
 
     _swap = LocalWorld._swap
 
@@ -229,13 +229,14 @@ def run_local(
 
     def live(rank: int) -> None:
         baton.turn[rank].acquire()
-        error, mine = None, {**os.environ, **(env[rank] if env else {})}
+        error, peers, mine = None, None, {**os.environ, **(env[rank] if env else {})}
         options = {"timeout": timeout, "debug": debug or None, "env": mine}
         try:
             baton.check()
             torch.set_num_threads(1)
-            results[rank] = fn(LocalPeers(shared, rank, **options), *args)
-        except BaseException as e: error = e
+            peers = LocalPeers(shared, rank, **options)
+            results[rank] = fn(peers, *args)
+        except BaseException as e: error = e if peers is None else peers.trace.attach(e)
         baton.leave(rank, error)
 
     threads = [threading.Thread(target=live, args=(r,), daemon=True) for r in range(size)]

@@ -27,8 +27,9 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from .all_gather import ForwardPlan, chunk_bytes, fit_rows, owned_rows, upload
+from .all_gather import ForwardPlan, chunk_bytes, fit_rows, owned_rows, runs, upload
 from .attention import locs_of, select_blocks, select_rows
+from .evidence import page_facts
 from .laws import CapacityError, ConfigError, LeaseError, OrderError
 from .layout import check_pages
 from .ops.index import KEY_TILE, whole_tiles
@@ -254,16 +255,32 @@ class Session(Batch):
         self._begin(layer, "put")
         buffers = of_layer(self.pool, layer)
         self._check_rows(layer, buffers, rows_TD)
-        for b, out in zip(buffers, self.lease.parts):
-            self.handles[layer, b.component] = self._gather_chunk(b, rows_TD[b.component], out)
+        marks, trace = self.reader.world.marks, self.reader.world.trace
+        with marks.range("gather"):
+            for b, out in zip(buffers, self.lease.parts):
+                self.handles[layer, b.component] = self._gather_chunk(b, rows_TD[b.component], out)
         yield EXCHANGE
         for b in buffers:
-            got = self.handles.pop((layer, b.component)).wait().flatten(0, 1)
-            mine = self.reader.ops.restore_rows(got, self.t["store_row"])
-            self.reader.ops.store_rows(b.pages, mine, self.t["store_loc"], b.fmt, self.P)
+            with marks.range("gather"):
+                got = self.handles.pop((layer, b.component)).wait().flatten(0, 1)
+            with marks.range("store"):
+                mine = self.reader.ops.restore_rows(got, self.t["store_row"])
+                self.reader.ops.store_rows(b.pages, mine, self.t["store_loc"], b.fmt, self.P)
+            if trace.on: trace.event("write", self.pool, **self._write_facts(b))
         if layer in self.stores: return self._done(layer, "finish")
         self._issue_view(layer)
         self._done(layer, "select" if self.pool.has_index[layer] else "attend")
+
+    def _write_facts(self, b: Buffer) -> dict:
+        "What was stored in a buffer, told by the gathered rows that were taken"
+        plan, taken = self.plan, self.t["store_row"].cpu().numpy()
+        start, stop = plan.split.bounds.T
+        (flat, base), position = plan.tables, runs(start, stop - start)
+        page = flat[np.repeat(base, stop - start) + position // self.P]  # of each new token
+        pages = np.unique(page[np.isin(plan.order, taken)])
+        return dict(component=b.component, layer=b.layer, digest=plan.digest, rows=len(taken),
+                    bytes={b.component: len(taken) * b.fmt.row_bytes},
+                    **page_facts(plan.layout, pages))
 
     def _check_rows(self, layer: int, buffers: list[Buffer], rows_TD: dict) -> None:
         "One tensor for each buffer of the layer, a row for each row of the plan"
@@ -288,10 +305,12 @@ class Session(Batch):
         b, ops = self.pool.index[layer], self.reader.ops
         pages = yield from self._source("index", layer)
         T, n, K = len(q_THD), self.live, self.reader.index_topk
-        q_THD = self.pool.format.index_query(q_THD)  # as the format turns the keys
         picked_TK = torch.full((T, K), -1, dtype=torch.int32, device=q_THD.device)
-        picked_TK[:n] = select_rows(ops, q_THD[:n], weight_TH[:n], self._keys(b, pages),
-                                    self.t["request"][:n], self.t["visible"][:n], self.blocks, K)
+        with self.reader.world.marks.range("index"):
+            q_THD = self.pool.format.index_query(q_THD)  # as the format turns the keys
+            picked_TK[:n] = select_rows(
+                ops, q_THD[:n], weight_TH[:n], self._keys(b, pages), self.t["request"][:n],
+                self.t["visible"][:n], self.blocks, K)
         self._done(layer, "attend")
         return picked_TK
 
@@ -303,9 +322,10 @@ class Session(Batch):
         pages = yield from self._source("latent", layer)
         (T, H, _), n = q_THD.shape, self.live
         out, lse = q_THD.new_zeros(T, H, reader.v_dim), q_THD.new_full((T, H), -torch.inf)
-        out[:n], lse[:n] = reader.ops.sparse_mla(
-            q_THD[:n], pages, self._locs_of(picked_TK)[:n], b.fmt, self.P,
-            v_dim=reader.v_dim, scale=reader.scale)
+        with reader.world.marks.range("attend"):
+            out[:n], lse[:n] = reader.ops.sparse_mla(
+                q_THD[:n], pages, self._locs_of(picked_TK)[:n], b.fmt, self.P,
+                v_dim=reader.v_dim, scale=reader.scale)
         self._done(layer, "done")
         return State(out, lse)
 

@@ -112,15 +112,18 @@ class FullViewSession(Session):
     def _issue_view(self, layer: int) -> None:
         out = dict(zip(("latent", "index"), self.lease.parts[2:]))
         R, most = self.plan.layout.cp_size, self.view.max_pages
-        for b in reversed(of_layer(self.pool, layer)):
-            pages = out[b.component][:R * most * b.page_bytes].view(R, most, b.page_bytes)
-            mine = self.reader.ops.gather_pages(b.pages, self.t["send"])
-            self.handles[layer, b.component] = self.reader.world.all_gather(
-                mine, tag=f"view.{b.component}", layer=layer, digest=self.plan.digest, out=pages)
+        with self.reader.world.marks.range("gather"):
+            for b in reversed(of_layer(self.pool, layer)):
+                pages = out[b.component][:R * most * b.page_bytes].view(R, most, b.page_bytes)
+                mine = self.reader.ops.gather_pages(b.pages, self.t["send"])
+                self.handles[layer, b.component] = self.reader.world.all_gather(
+                    mine, tag=f"view.{b.component}", layer=layer, digest=self.plan.digest,
+                    out=pages)
 
     def _source(self, component: str, layer: int) -> Generator[str, None, torch.Tensor]:
         yield EXCHANGE
-        return self.handles.pop((layer, component)).wait().flatten(0, 1)
+        with self.reader.world.marks.range("gather"):
+            return self.handles.pop((layer, component)).wait().flatten(0, 1)
 
 READERS = {r.name: r for r in (Reader, FullView)}
 

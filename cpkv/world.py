@@ -16,7 +16,7 @@ nothing, and it knows neither pages nor models."""
 
 # %% auto #0
 __all__ = ['LANES', 'gather_bytes', 'Entry', 'check_same', 'Ledger', 'draw_ledger', 'Handle', 'say_ranks', 'first_differences',
-           'versions', 'gates_of', 'debug_of', 'Ranks', 'start_facts', 'World', 'out_for', 'Solo', 'Peers']
+           'versions', 'Ranks', 'start_facts', 'World', 'out_for', 'Solo', 'Peers']
 
 # %% ../nbs/04_world.ipynb #600e77b2
 import hashlib
@@ -31,6 +31,7 @@ import numpy as np
 import torch
 
 from .draw import Svg, lanes
+from .evidence import Marks, Trace, debug_of, gates_of, nvtx_of
 from .laws import ConfigError, OrderError
 
 # %% ../nbs/04_world.ipynb #6ea168b3
@@ -175,18 +176,6 @@ def versions() -> dict[str, str]:
     return {"cpkv": __version__, "numpy": np.__version__, "python": python,
             "torch": torch.__version__, "triton": _version_of("triton")}
 
-# %% ../nbs/04_world.ipynb #acc24878
-def gates_of(env: Mapping[str, str]) -> dict[str, str]:
-    "The `CPKV_*` variables of an environment"
-    return {k: v for k, v in sorted(env.items()) if k.startswith("CPKV_")}
-
-def debug_of(gates: Mapping[str, str]) -> bool:
-    "Is `CPKV_DEBUG` on?"
-    value = gates.get("CPKV_DEBUG", "")
-    if value in ("", "0"): return False
-    if value in ("1", "trace") or value.startswith("trace:"): return True
-    raise ConfigError("CPKV_DEBUG must be 0, 1, trace or trace:FILE", CPKV_DEBUG=value)
-
 # %% ../nbs/04_world.ipynb #9cc29e27
 class Ranks:
     "Who takes part, and how they agree on numbers; backends fill in `_swap`"
@@ -198,10 +187,13 @@ class Ranks:
         timeout: float = 60.0,      # seconds that any wait may take
         debug: bool | None = None,  # check every collective before it starts; None asks CPKV_DEBUG
         env: Mapping[str, str] | None = None,  # this rank's environment; None is the process's
+        trace: Trace | None = None,  # of the process, if it has one; else a new one
     ):
         self.rank, self.size, self.backend, self.timeout = rank, size, backend, float(timeout)
         self.gates = gates_of(os.environ if env is None else env)
         self.debug = debug_of(self.gates) if debug is None else bool(debug)
+        self.trace = Trace(rank, size, self.gates, on=self.debug) if trace is None else trace
+        self.marks = Marks(nvtx_of(self.gates))
         self.ledger, self._seq = Ledger(), dict.fromkeys(LANES, 0)
         self.owner: Any = None      # what `close` closes
 

@@ -75,8 +75,8 @@ BAD = [
     ("demo --device-tokens 4096", "longer than the pool: more --device-tokens, or a shorter text"),
     ("demo --device-tokens 2147483647", "this machine has"),
     ("demo --cp 100000", "this machine has"), ("demo --page-size 2147483647", "this machine has"),
-    ("demo --format fp8_packed", "not there yet"), ("demo --format fp8", "not there yet"),
-    ("demo --format int4", "must be fp32 or bf16"), ("demo --format FP32", "must be fp32 or bf16"),
+    ("demo --format int4", "must be fp32, bf16, fp8 or fp8_packed"),
+    ("demo --format FP32", "must be fp32, bf16, fp8 or fp8_packed"),
     ("demo --placement compute_owner", "comes with 09_compute_owner"),
     ("demo --placement any", "--placement must be cyclic"), ("demo --host-bytes 0", "14_hicache"),
     ("demo --num-speculative-tokens 2", "16_mtp"), ("demo --experiment accept", "16_mtp"),
@@ -195,7 +195,7 @@ def test_json_has_what_was_promised(call, threads, text, tmp_path):
     assert doc["version"] and doc["seconds"] > 0 and doc["leaked_pages"] == 0
     assert set(doc["config"]) == {o.key for o in cli.OPTIONS if o.command == "demo"}
     assert doc["config"] | dict(file=0) == dict(
-        file=0, cp=2, page_size=16, chunk=2048, format="fp32", placement="cyclic", seed=0,
+        file=0, cp=2, page_size=16, chunk=2048, format="fp8_packed", placement="cyclic", seed=0,
         model=None, layers=4, device_tokens=256, host_bytes=None, num_speculative_tokens=None,
         transport="plain", experiment=None)     # layers and device_tokens as they came out
     assert {"rest_bytes_per_rank", "replicated_bytes_per_rank", "transport", "handoff_pages",

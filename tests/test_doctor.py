@@ -29,7 +29,8 @@ def test_two_ranks_do_not_hear_the_debug_of_this_process(monkeypatch):
     monkeypatch.setenv("CPKV_DEBUG", "nonsense")
     seen = {}
     monkeypatch.setattr(doctor, "run_ranks", lambda *a, **kw: seen.update(kw) or [[0, 1], [0, 1]])
-    assert found("two ranks")["ok"] and seen["env"] == [{"CPKV_DEBUG": "0"}] * 2
+    assert found("two ranks")["ok"] and seen["env"] == [
+        {"CPKV_DEBUG": "0", "CPKV_NVTX": "0"}] * 2
     assert not found("CPKV variables")["ok"] and "0, 1" in found("CPKV variables")["hint"]
 
 @pytest.mark.parametrize("answer", [[[0, 1], [1, 0]], WaitTimeout("rank 0 waited 30 s for rank 1")])

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from cpkv import handoff
 from cpkv.alloc import Holder, PageAllocator
+from cpkv.evidence import Trace
 from cpkv.handoff import (HEADER, check_headers, draw_sends, handoff_bytes, pack_pages,
                           page_digests, place_pages, pool_facts, recv_pages, send_pages, send_plan)
 from cpkv.laws import CapacityError, ConfigError, ConservationError, PageIdError
@@ -64,6 +65,7 @@ class Post:
     "Peers of one thread: a queue from each rank; recv number `fail_at` raises"
     def __init__(self, fail_at: int = -1):
         self.rank, self.queues, self.count, self.fail_at = 0, {}, 0, fail_at
+        self.trace = Trace()
 
     def send(self, x, dst): self.queues.setdefault(self.rank, []).append(x.clone())
 

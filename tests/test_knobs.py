@@ -23,7 +23,7 @@ def parsers() -> dict[str, argparse.ArgumentParser]:
 def test_the_page_is_up_to_date(): assert PAGE == knobs.page(), "run `make readme`"
 
 def test_the_parser_has_what_the_table_has_and_nothing_else():
-    assert parsers().keys() == COMMANDS.keys() == {"demo", "doctor", "bench"}
+    assert parsers().keys() == COMMANDS.keys() == {"demo", "doctor", "bench", "inspect"}
     for name, p in parsers().items():
         knobs_of = {a.dest for a in p._actions} - {"help", "json"}
         assert knobs_of == {o.key for o in options_of(name)}

@@ -83,7 +83,7 @@ def test_a_run_is_bounded_as_a_whole(tmp_path):
 @pytest.mark.parametrize("env,configs,text", [
     ([{}, {}, {}], [{"cp": 3, "chunk": 8}, {"cp": 3, "chunk": 8}, {"cp": 3, "chunk": 9}],
      "config.chunk is 8 on ranks 0 and 1, 9 on rank 2"),
-    ([{}, {"CPKV_NVTX": "2"}], [{}, {}], "env.CPKV_NVTX is not set on rank 0, 2 on rank 1"),
+    ([{}, {"CPKV_LATE": "2"}], [{}, {}], "env.CPKV_LATE is not set on rank 0, 2 on rank 1"),
     ([{"CPKV_DEBUG": "1"}, {}], [{}, {}], "debug is on on rank 0, off on rank 1; env.CPKV_DEBUG")])
 def test_ranks_that_start_differently_are_refused(env, configs, text):
     with pytest.raises(ConfigError) as e:
