@@ -5,6 +5,7 @@
 - `cpkv.attention`: Sparse attention over a view: choose the keys of every query, then attend to those alone
 - `cpkv.bench`: Numbers with a unit, taken on request and never in a test
 - `cpkv.cli`: Options, JSON and exit codes; each command's work is in the chapter that it is about
+- `cpkv.config`: What a model is made of, from its `config.json`: sizes, kinds of layers, rotation, weights
 - `cpkv.demo`: A real document, a few prefill processes with one cache between them, and an oracle that checks every byte
 - `cpkv.doctor`: What this machine has, what cpkv needs, and one line on how to mend what is missing
 - `cpkv.draw`: Small pictures of pages, ranks and work, as text in the notebook
@@ -18,7 +19,8 @@
 - `cpkv.layout`: Which rank keeps which page, and where
 - `cpkv.local`: Many ranks as threads that pass a baton
 - `cpkv.measure`: Bytes, FLOPs, roofs, timers and differences
-- `cpkv.model`: A GLM-5 decoder in one generator per forward, its checkpoints, and its random weights
+- `cpkv.model`: A DeepSeek-V3.2 and GLM-5 decoder in one generator per forward, and its checkpoints
+- `cpkv.nextn`: The draft layer that ships with a model: one more layer of the same session, fed one token ahead
 - `cpkv.ops.dense`: Row work whose bits do not depend on the batch
 - `cpkv.ops.index`: Scores of the indexer, and the exact top-k of each row
 - `cpkv.ops.quant`: Rows of 8-bit numbers and their scales, byte by byte
@@ -32,6 +34,7 @@
 - `cpkv.sample`: The next token from a row of logits, the same on every rank and in every batch
 - `cpkv.schedule`: Which requests run together in a step, and what happens when they do not fit
 - `cpkv.shared_kv`: Phase 2: one copy of the cache, sharded by page, and readers that attend as if it were whole
+- `cpkv.tensors`: Named tensors in safetensors files: found by name, checked by their headers, read by memory map
 - `cpkv.world`: The only way to other ranks"""
 
 __version__ = "0.1.0"

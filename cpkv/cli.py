@@ -135,7 +135,9 @@ def check_value(o: Option, value: Any) -> None:
     if o.later and value in o.later:
         raise InputError(f"{o.said} {value} is not there yet, it comes with {o.later[value]}")
     if o.choices and value not in o.choices:
-        raise InputError(f"{o.said} must be {' or '.join(o.choices)}, not {value}")
+        *most, last = o.choices
+        known = f"{', '.join(most)} or {last}" if most else last
+        raise InputError(f"{o.said} must be {known}, not {value}")
     if o.kind is int and value < o.least:
         raise InputError(f"{o.said} must be at least {o.least}, not {value}")
     if o.kind is int and value > MOST:

@@ -43,7 +43,7 @@ class EngineConfig:
     "Sizes and choices of an engine, equal on all ranks"
     page_size: int = 64            # tokens a page
     chunk: int = 2048              # tokens of one request computed in a step
-    format: str = "fp32"           # bytes of a row
+    format: str = "fp8_packed"     # bytes of a row
     device_tokens: int = 16384     # usable tokens of the whole pool
     max_tokens: int = 16384        # longest request
     reader: str = "full_view"      # how a layer attends

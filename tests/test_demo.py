@@ -24,7 +24,7 @@ ONE_TOKEN = 4 * LATENT + 3 * INDEX
 
 @functools.cache
 def short(cp=2, page_size=16, chunk=96, tokens=100, num_output=3, **more):
-    engine = dict(page_size=page_size, chunk=chunk) | more
+    engine = dict(page_size=page_size, chunk=chunk, format="fp32") | more
     return run_demo(text=TEXT[:tokens], cp=cp, engine=engine, num_output=num_output,
                     backend="local")
 
@@ -127,7 +127,7 @@ def test_a_pool_of_exactly_the_conversation_is_enough():
 def test_a_checkpoint_gives_what_its_weights_gave(tmp_path):
     find_model(str(tmp_path), None, 0, None)
     same = run_demo(text=TEXT[:100], model=str(tmp_path), num_output=3, backend="local")
-    assert same["ok"] and said(same) == said(short(2))
+    assert same["ok"] and said(same) == said(short(2, format="fp8_packed"))
     two = run_demo(text=TEXT[:90], model=str(tmp_path), layers=2, num_output=2, backend="local")
     assert two["ok"] and two["layers"] == 2 and len(two["turns"][0]["received_bytes"][0]) == 2
 
@@ -309,7 +309,7 @@ def test_waits_grow_with_the_text():
 def test_two_processes_and_no_folder_left(monkeypatch, tmp_path):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     r = run_demo(text=TEXT[:100], engine=dict(page_size=16, chunk=96), num_output=3)
-    assert r["ok"] and r == short(2)
+    assert r["ok"] and r == short(2, format="fp8_packed")
     assert list(tmp_path.glob("cpkv-*")) == []
 
 def test_engine_defaults_are_those_of_the_command_line():

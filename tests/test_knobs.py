@@ -10,7 +10,7 @@ from cpkv.cli import COMMANDS, OPTIONS, knobs_table, make_parser, options_of
 from cpkv.evidence import VARIABLES
 
 PAGE = (ROOT/knobs.PAGE).read_text(encoding="utf-8")
-CONTRACT = {"file": None, "cp": 2, "page_size": 64, "chunk": 2048, "format": "fp32",
+CONTRACT = {"file": None, "cp": 2, "page_size": 64, "chunk": 2048, "format": "fp8_packed",
             "placement": "cyclic", "seed": 0, "model": None, "layers": None, "device_tokens": None,
             "host_bytes": None, "num_speculative_tokens": None, "transport": "plain",
             "experiment": None}
