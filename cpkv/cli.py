@@ -219,8 +219,13 @@ def show_doctor(r: dict[str, Any]) -> str:
                      + (f"\n{'':26} {c['hint']}" if c["hint"] else "") for c in r["checks"])
 
 def show_bench(r: dict[str, Any]) -> str:
-    parts = [(*k.rsplit("_", 1), v) for k, v in r.items() if k != "ok"]
-    return columns([("what", "value", "unit"), *((what, f"{v:.4g}", u) for what, u, v in parts)])
+    parts = [(k.rpartition("_"), v) for k, v in r.items() if k not in ("ok", "runs")]
+    rows = [(what or unit, f"{v:.4g}", unit) for (what, _, unit), v in parts]
+    out = columns([("what", "value", "unit"), *rows])
+    runs = [("backend", "ranks", "bytes", "us", "GB/s"),
+            *((x["backend"], x["ranks"], x["bytes"], f"{x['us']:.0f}", f"{x['gb_s']:.3g}")
+              for x in r.get("runs", ()))]
+    return f"{out}\n\n{columns(runs)}" if "runs" in r else out
 
 # %% ../nbs/21_cli.ipynb #f8842f6a
 def wrong_demo(r: dict[str, Any]) -> str:

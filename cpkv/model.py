@@ -216,7 +216,7 @@ class Model:
         "One decoder layer, as layer `n` of the session"
         out, picked = yield from self._attention(session, n, layer, hidden_TD, turn, picked)
         hidden_TD = hidden_TD + out
-        hidden_TD = hidden_TD + self._mlp(layer, hidden_TD)
+        hidden_TD = hidden_TD + self._mlp(layer, hidden_TD, session.t["request"] >= 0)
         yield MLP
         return hidden_TD, picked
 
@@ -279,8 +279,8 @@ class Model:
         gate = self.ops.dense(x, w["indexer.weights_proj"])
         return self._index_rope(q, turn), gate * (H ** -0.5 * D ** -0.5)
 
-    def _mlp(self, layer: Layer, hidden_TD: torch.Tensor) -> torch.Tensor:
-        "Dense or experts, on local rows"
+    def _mlp(self, layer: Layer, hidden_TD: torch.Tensor, real_T: torch.Tensor) -> torch.Tensor:
+        "Dense or experts, on local rows; padding goes to no expert"
         c, ops, w = self.config, self.ops, layer.w
         x = ops.rms_norm(hidden_TD, w["post_attention_layernorm"], c.rms_norm_eps)
         if layer.gate_up_E2FD is None: return self._gated(w, "", x)
@@ -288,6 +288,7 @@ class Model:
             ops.dense(x, w["gate"]), w["gate.e_score_correction_bias"], k=c.num_experts_per_tok,
             num_groups=c.n_group, topk_groups=c.topk_group, normalize=c.norm_topk_prob,
             scale=c.routed_scaling_factor)
+        picked = torch.where(real_T[:, None], picked, -1)
         routed = ops.experts(x, picked, weight, layer.gate_up_E2FD, layer.down_EDF)
         return routed + self._gated(w, "shared_experts.", x)
 
