@@ -222,7 +222,10 @@ def run_processes(
                         "join": options}
                 args = (r, size, job, theirs, mine)
                 process = context.Process(target=child, args=args, daemon=True)
-                with bare_main(): process.start()
+                try:
+                    with bare_main(): process.start()
+                except (EOFError, OSError) as e:  # the server is gone, or no process is left
+                    raise PeerError("a rank cannot be started", rank=r, reason=repr(e)) from e
                 theirs.close()
                 ranks.append((process, ours))
             return collect(ranks, limit)

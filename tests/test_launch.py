@@ -131,3 +131,21 @@ def test_ranks_do_not_outlive_their_caller(tmp_path):
     caller.send_signal(signal.SIGKILL)
     caller.wait(10)
     assert nobody_left(ranks)
+
+
+def kill_the_server(context):
+    "As an operator would: the server that ranks are forked from gets SIGKILL"
+    from multiprocessing import forkserver
+    os.kill(forkserver._forkserver._forkserver_pid, signal.SIGKILL)
+
+def test_a_server_that_dies_before_a_start_is_a_lost_peer_and_the_next_run_is_fine(monkeypatch):
+    from cpkv import launch
+    real = launch.start_server
+    def doomed():
+        context = real()
+        kill_the_server(context)
+        return context
+    monkeypatch.setattr(launch, "start_server", doomed)
+    with pytest.raises(PeerError, match="cannot be started"): run_ranks(probe, 2, timeout=10)
+    monkeypatch.undo()
+    assert [r["seen"] for r in run_ranks(probe, 2, timeout=30)] == [[0, 1]] * 2
