@@ -239,7 +239,8 @@ def run_local(
         except BaseException as e: error = e if peers is None else peers.trace.attach(e)
         baton.leave(rank, error)
 
-    threads = [threading.Thread(target=live, args=(r,), daemon=True) for r in range(size)]
+    threads = [threading.Thread(target=live, args=(r,), daemon=True, name=f"cpkv rank {r}")
+               for r in range(size)]
     try:
         for t in threads: t.start()
         baton.hand_over()
