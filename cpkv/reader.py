@@ -27,7 +27,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from .all_gather import ForwardPlan, chunk_bytes, fit_rows, owned_rows, runs, upload
+from .all_gather import ForwardPlan, chunk_bytes, direct_rows, fit_rows, owned_rows, runs
+from .all_gather import upload
 from .attention import locs_of, select_blocks, select_rows
 from .evidence import page_facts
 from .laws import CapacityError, ConfigError, LeaseError, OrderError
@@ -98,6 +99,7 @@ def widest(buffers: Sequence[Buffer], rows: int) -> int:
 class Reader:
     "How a layer attends; `open` makes the session of one batch"
     name = "replicated"
+    reuses = False  # are the chunk's rows read as they were gathered?
 
     def __init__(self,
         world: World,        # the group that shares the work
@@ -128,11 +130,16 @@ class Reader:
         rows = ranks * (-(-chunk // ranks) + 2 * requests)  # two uneven segments a request
         return sum(rows * widest(bufs, 1) + ALIGN for bufs in (pool.latent, pool.index))
 
+    def gathers(self, plan: ForwardPlan, layer: int, stores: frozenset[int]) -> bool:
+        "Do the chunk's rows travel in this layer? The same answer on all ranks"
+        return plan.filters or (self.reuses and layer not in stores)
+
     def layer_bytes(self,
         plan: ForwardPlan, layer: int,
         stores: frozenset[int] = frozenset(),  # as given to `open`
     ) -> int:
         "Bytes that each rank receives for one layer of this batch, filler included"
+        if not self.gathers(plan, layer, stores): return 0
         return sum(chunk_bytes(plan.split, b.fmt.row_bytes) for b in of_layer(self.pool, layer))
 
 # %% ../nbs/06b_reader.ipynb #0dad489d
@@ -158,6 +165,8 @@ class Batch:
         check_plan(reader, plan, stores)
         self.reader, self.plan, self.pool, self.stores = reader, plan, reader.pool, stores
         self.P, self.rank = plan.layout.page_size, reader.world.rank
+        self.of_layer = [of_layer(self.pool, n) for n in range(len(self.pool.latent))]
+        self.gathers = [reader.gathers(plan, n, stores) for n in range(len(self.of_layer))]
         self.keys_of = [-(-e.stop // KEY_TILE) * KEY_TILE for e in plan.split.extends]
         rows, host = plan.rows, self._tables()
         self.live = whole_tiles(rows.num)  # rows that select and attend; the rest is padding
@@ -215,8 +224,11 @@ class Session(Batch):
 
     def _sizes(self) -> list[int]:
         "Bytes of scratch: the gathered chunk, one tensor a component"
-        rows = self.plan.split.ranks * self.plan.split.max_rows
+        rows = any(self.gathers) * self.plan.split.ranks * self.plan.split.max_rows
         return [rows * widest(bufs, 1) for bufs in (self.pool.latent, self.pool.index)]
+
+    def _issue_history(self, layer: int) -> None:
+        "Start what needs no row of this chunk"
 
     def _issue_view(self, layer: int) -> None:
         "Start what `select` and `attend` will wait for; a replicated cache needs nothing"
@@ -231,10 +243,11 @@ class Session(Batch):
     def _tables(self) -> dict[str, np.ndarray]:
         "Integer tables of the batch: rows, store maps, page table of the source"
         rows, (src, loc), flat = self.plan.rows, owned_rows(self.plan), self._source_table()
-        base = self.plan.tables[1]
+        base, (own, own_loc) = self.plan.tables[1], direct_rows(self.plan)
         return dict(position=rows.position, visible=rows.visible, token=rows.token,
                     request=rows.index, base=base[np.maximum(rows.index, 0)], store_row=src,
-                    store_loc=loc, table=flat, key_page=self._key_pages(flat, base))
+                    store_loc=loc, direct_row=own, direct_loc=own_loc, table=flat,
+                    key_page=self._key_pages(flat, base))
 
     def _key_pages(self, flat: np.ndarray, base: np.ndarray) -> np.ndarray:
         "Pages of the source with each request's keys, filled to whole key tiles with any page"
@@ -251,36 +264,58 @@ class Session(Batch):
         return [k[:n] for k, n in zip(b.fmt.decode(rows).split(per), self.keys_of)]
 
     def put(self, layer: int, **rows_TD: torch.Tensor) -> Generator[str, None, None]:
-        "Encode and gather the chunk's rows, store those that this rank owns"
+        "Encode the chunk's rows, store those that this rank owns, gather those that others need"
         self._begin(layer, "put")
-        buffers = of_layer(self.pool, layer)
+        buffers, marks = self.of_layer[layer], self.reader.world.marks
         self._check_rows(layer, buffers, rows_TD)
-        marks, trace = self.reader.world.marks, self.reader.world.trace
+        mine = [b.fmt.encode(rows_TD[b.component]) for b in buffers]
         with marks.range("gather"):
-            for b, out in zip(buffers, self.lease.parts):
-                self.handles[layer, b.component] = self._gather_chunk(b, rows_TD[b.component], out)
-        yield EXCHANGE
-        for b in buffers:
+            if self.gathers[layer]: self._issue_chunk(buffers, mine)
+            if layer not in self.stores: self._issue_history(layer)
+        with marks.range("store"):
+            if self.plan.direct: self._store(buffers, mine, "direct")
+        if self.gathers[layer]:
+            yield EXCHANGE
             with marks.range("gather"):
-                got = self.handles.pop((layer, b.component)).wait().flatten(0, 1)
+                chunk = [self.handles.pop((layer, f"chunk.{b.component}")).wait().flatten(0, 1)
+                         for b in buffers]
             with marks.range("store"):
-                mine = self.reader.ops.restore_rows(got, self.t["store_row"])
-                self.reader.ops.store_rows(b.pages, mine, self.t["store_loc"], b.fmt, self.P)
-            if trace.on: trace.event("write", self.pool, **self._write_facts(b))
+                if self.plan.filters: self._store(buffers, chunk, "store")
+        if self.reader.world.trace.on: self._tell_write(buffers)
         if layer in self.stores: return self._done(layer, "finish")
         self._issue_view(layer)
         self._done(layer, "select" if self.pool.has_index[layer] else "attend")
 
-    def _write_facts(self, b: Buffer) -> dict:
-        "What was stored in a buffer, told by the gathered rows that were taken"
-        plan, taken = self.plan, self.t["store_row"].cpu().numpy()
+    def _issue_chunk(self, buffers: list[Buffer], mine: list[torch.Tensor]) -> None:
+        "Send this rank's rows as they will be stored"
+        split, world = self.plan.split, self.reader.world
+        for b, rows, out in zip(buffers, mine, self.lease.parts):
+            size = split.ranks * split.max_rows * b.fmt.row_bytes
+            out = out[:size].view(split.ranks, split.max_rows, b.fmt.row_bytes)
+            tag = f"chunk.{b.component}"
+            self.handles[b.layer, tag] = world.all_gather(
+                fit_rows(rows, split.max_rows), tag=tag, layer=b.layer, digest=self.plan.digest,
+                out=out)
+
+    def _store(self, buffers: list[Buffer], source: list[torch.Tensor], name: str) -> None:
+        "Write rows to their locs in the pool, by one of the two store lists"
+        ops, row, loc = self.reader.ops, self.t[f"{name}_row"], self.t[f"{name}_loc"]
+        for b, rows in zip(buffers, source):
+            ops.store_rows(b.pages, ops.restore_rows(rows, row), loc, b.fmt, self.P)
+
+    def _tell_write(self, buffers: list[Buffer]) -> None:
+        "What was stored, told by the gathered rows that were taken"
+        plan, t = self.plan, self.t
+        taken = np.append(t["store_row"].cpu().numpy(),
+                          plan.rank * plan.split.max_rows + t["direct_row"].cpu().numpy())
         start, stop = plan.split.bounds.T
         (flat, base), position = plan.tables, runs(start, stop - start)
         page = flat[np.repeat(base, stop - start) + position // self.P]  # of each new token
         pages = np.unique(page[np.isin(plan.order, taken)])
-        return dict(component=b.component, layer=b.layer, digest=plan.digest, rows=len(taken),
-                    bytes={b.component: len(taken) * b.fmt.row_bytes},
-                    **page_facts(plan.layout, pages))
+        for b in buffers: self.reader.world.trace.event(
+            "write", self.pool, component=b.component, layer=b.layer, digest=plan.digest,
+            rows=len(taken), bytes={b.component: len(taken) * b.fmt.row_bytes},
+            **page_facts(plan.layout, pages))
 
     def _check_rows(self, layer: int, buffers: list[Buffer], rows_TD: dict) -> None:
         "One tensor for each buffer of the layer, a row for each row of the plan"
@@ -289,14 +324,6 @@ class Session(Batch):
         if got != want:
             raise OrderError("rows put are not those of the layer", layer=layer, put=got, has=want,
                              rank=self.rank)
-
-    def _gather_chunk(self, b: Buffer, rows_TD: torch.Tensor, out: torch.Tensor) -> Handle:
-        "Send this rank's rows as they will be stored"
-        most, ranks = self.plan.split.max_rows, self.plan.split.ranks
-        mine = fit_rows(b.fmt.encode(rows_TD), most)
-        out = out[:ranks * most * b.fmt.row_bytes].view(ranks, most, b.fmt.row_bytes)
-        return self.reader.world.all_gather(mine, tag=f"chunk.{b.component}", layer=b.layer,
-                                            digest=self.plan.digest, out=out)
 
     def select(self, layer: int, q_THD: torch.Tensor, weight_TH: torch.Tensor
               ) -> Generator[str, None, torch.Tensor]:

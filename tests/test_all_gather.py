@@ -9,10 +9,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cpkv.all_gather import (SPLITS, Extend, ForwardPlan, chunk_bytes, draw_split, fit_rows,
-                             flat_tables, interleave_split, owned_rows, token_cuts, upload,
-                             zigzag_split)
-from cpkv.laws import ConservationError, InputError, PageIdError
+from cpkv.all_gather import (SPLITS, Extend, ForwardPlan, chunk_bytes, direct_rows, draw_split,
+                             fit_rows, flat_tables, interleave_split, owned_rows, token_cuts, upload,
+                             zigzag_of, zigzag_split)
+from cpkv.laws import ConservationError, InputError, OwnershipError, PageIdError
 from cpkv.layout import PageLayout
 
 GOLD = json.loads((Path(__file__).parent / "data/upstream_golden.json").read_text())["zigzag"]
@@ -361,3 +361,83 @@ def test_small_things():
     assert "rank 3" not in draw_split(zigzag_split(extends_of([(2, 3)]), 4)).html   # holds nothing
     plan = plans_of([(0, 3)], 2)[0]
     assert plan != plans_of([(0, 3)], 2)[0] and plan == plan and hash(plan)         # identity, not arrays
+
+
+# -- direct writes
+
+
+def by_pages(ext, R, P, rng):
+    "Cuts on borders of pages, anywhere; segments may be empty"
+    cut = []
+    for e in ext:
+        inner = np.sort(rng.integers(e.start // P, e.stop // P + 1, 2 * R - 1)) * P
+        cut.append([e.start, *np.clip(inner, e.start, e.stop), e.stop])
+    return zigzag_of("page", ext, np.array(cut).T, aligned=True)
+
+def direct_plans(pairs, R, P, rng, **change):
+    "A plan a rank whose new pages are where they are computed; begun pages are anybody's"
+    ext, lay = extends_of(pairs), PageLayout(cp_size=R, page_size=P)
+    split, free = by_pages(ext, R, P, rng), iter(range(1, 10**6))
+    tables = [np.full(lay.num_pages(e.stop), -1) for e in ext]
+    for s in split.segments:
+        fresh = max(s.start, -(-ext[s.index].start // P) * P)
+        for j in range(fresh // P, -(-s.stop // P)): tables[s.index][j] = next(free) * R + s.rank
+    for t in tables: t[t < 0] = [next(free) * R + rng.integers(R) for _ in range((t < 0).sum())]
+    return [ForwardPlan(split=split, page_tables=tuple(tables), layout=lay, rank=r, owner=r, direct=True,
+                        tokens=tuple(np.arange(e.stop) for e in ext), samples=(False,) * len(ext), **change)
+            for r in range(R)]
+
+@given(st.lists(st.tuples(st.integers(0, 20), st.integers(1, 40)), min_size=1, max_size=4), st.integers(1, 8),
+       st.sampled_from([1, 2, 4, 16]), st.integers(0, 99))
+def test_direct_and_filtered_rows_store_each_row_once(pairs, R, P, seed):
+    "By the owner of its page; begun pages come from the gathered chunk, all others from their computer"
+    plans = direct_plans(pairs, R, P, np.random.default_rng(seed))
+    lay, ext, stored = plans[0].layout, plans[0].split.extends, []
+    token_of = {int(g): t for t, g in enumerate(plans[0].order)}
+    for p in plans:
+        assert p.filters == any(e.start % P for e in ext)
+        own, own_loc = direct_rows(p)
+        row, loc = owned_rows(p)
+        gathered = [*(own + p.rank * p.split.max_rows).tolist(), *row.tolist()]
+        stored += [(token_of[g], p.owner, l) for g, l in zip(gathered, [*own_loc.tolist(), *loc.tolist()])]
+        begun = {(i, e.start // P) for i, e in enumerate(ext) if e.start % P}
+        for g in row.tolist():
+            t = token_of[g]
+            i = int(np.searchsorted(p.split.begin, t, side="right")) - 1
+            assert (i, (ext[i].start + t - p.split.begin[i]) // P) in begun
+    want, t = [], 0
+    for e, table in zip(ext, plans[0].page_tables):
+        for pos in range(e.start, e.stop):
+            page = int(table[pos // P])
+            want.append((t, page % R, page // R * P + pos % P))
+            t += 1
+    assert sorted(stored) == want
+
+def test_plans_that_are_not_direct_have_no_direct_rows():
+    for plan in plans_of([(3, 40), (0, 9)], 4):
+        assert [len(x) for x in direct_rows(plan)] == [0, 0] and plan.filters
+
+def test_a_direct_write_needs_aligned_segments_and_a_shard_a_rank():
+    rng = np.random.default_rng(0)
+    plan = direct_plans([(0, 16)], 2, 4, rng)[0]
+    for change in (dict(split=zigzag_split(plan.split.extends, 2)), dict(split=interleave_split(plan.split.extends, 2)),
+                   dict(layout=PageLayout(cp_size=1, page_size=4), owner=0),
+                   dict(split=dataclasses.replace(plan.split, aligned=False))):
+        with pytest.raises(OwnershipError, match="page-aligned"): dataclasses.replace(plan, **change)
+
+def test_a_direct_write_to_another_ranks_page_is_refused_alike_on_all_ranks():
+    said = set()
+    for plan in direct_plans([(0, 32), (5, 9)], 2, 4, np.random.default_rng(1)):
+        tables = [t.copy() for t in plan.page_tables]
+        tables[1][-1] ^= 1
+        with pytest.raises(OwnershipError, match="does not own its page") as e:
+            dataclasses.replace(plan, page_tables=tuple(tables))
+        said.add(str(e.value))
+        assert "request=1" in str(e.value) and f"page={tables[1][-1]}" in str(e.value)
+    assert len(said) == 1
+
+def test_the_digest_sees_direct_and_aligned():
+    plan = direct_plans([(0, 32)], 2, 4, np.random.default_rng(2))[0]
+    other = dataclasses.replace(plan, direct=False)
+    third = dataclasses.replace(other, split=dataclasses.replace(plan.split, aligned=False))
+    assert len({plan.digest, other.digest, third.digest}) == 3

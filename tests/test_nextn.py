@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import given, strategies as st
 
-from cpkv.all_gather import SPLITS, Extend, ForwardPlan, zigzag_split
+from cpkv.all_gather import SPLITS, Extend, ForwardPlan, interleave_split, zigzag_split
 from cpkv.config import TINY, layer_shapes, parse_config
 from cpkv.laws import InputError, OrderError
 from cpkv.launch import run_ranks
@@ -42,11 +42,11 @@ def tokens_of(n): return np.random.default_rng(1).integers(0, 256, n)
 # -- one token ahead
 
 
-def plan_of(batch, tokens, rank, R, split="zigzag"):
+def plan_of(batch, tokens, rank, R, split=zigzag_split):
     lay = PageLayout(cp_size=1, page_size=4)
     return probe_plan(batch, probe_pages([batch], lay), lay, rank, R, tokens=tokens, split=split)
 
-@given(split=st.sampled_from(sorted(SPLITS)), R=st.integers(1, 8), batch=st.lists(st.tuples(st.integers(0, 9), st.integers(1, 40), st.integers(0, 3)), min_size=1, max_size=4))
+@given(split=st.sampled_from([*SPLITS.values()]), R=st.integers(1, 8), batch=st.lists(st.tuples(st.integers(0, 9), st.integers(1, 40), st.integers(0, 3)), min_size=1, max_size=4))
 def test_shift_then_split(split, R, batch):
     "Every row of every rank is fed the token after it in its request, at segment borders too; padding is fed 0"
     cuts = [(i, a, a + n) for i, (a, n, _) in enumerate(batch)]
@@ -152,7 +152,7 @@ def dense_draft(c, w, ids, hidden):
 # -- the same request on many paths
 
 
-def extend(peers, kind, draft, batches, tokens, fmt="fp32", P=16, split="zigzag",
+def extend(peers, kind, draft, batches, tokens, fmt="fp32", P=16, split=zigzag_split,
            stores_at=lambda a, b, n: b < n, following=11):
     "Draft rows, cache of the draft layer, target rows, stages and bytes, batch by batch, of one rank"
     world, c, n = peers.world(), draft.model.config, draft.n
@@ -223,9 +223,9 @@ def test_it_is_the_layer_of_the_formula(whole):
     assert torch.allclose(wide[:24], rows[:24]) and (wide - rows).abs().max() > 0.1  # a selection is at work
 
 @pytest.mark.parametrize("R,kind,cuts,split", [
-    (1, Reader, (0, 1, 31, 33, 70), "zigzag"), (1, FullView, (0, 16, 70), "interleave"), (2, FullView, (0, 70), "zigzag"),
-    (2, Reader, (0, 69, 70), "zigzag"), (2, FullView, (0, 33, 70), "interleave"), (3, FullView, (0, 7, 14, 21, 70), "zigzag"),
-    (3, Reader, (0, 70), "interleave"), (8, FullView, (0, 5, 70), "zigzag")])
+    (1, Reader, (0, 1, 31, 33, 70), zigzag_split), (1, FullView, (0, 16, 70), interleave_split), (2, FullView, (0, 70), zigzag_split),
+    (2, Reader, (0, 69, 70), zigzag_split), (2, FullView, (0, 33, 70), interleave_split), (3, FullView, (0, 7, 14, 21, 70), zigzag_split),
+    (3, Reader, (0, 70), interleave_split), (8, FullView, (0, 5, 70), zigzag_split)])
 @pytest.mark.parametrize("attends", [False, True], ids=["stores", "attends"])
 def test_draft_rows_and_cache_on_every_path(whole, R, kind, cuts, split, attends):
     "Chunks that sample nothing store; that they attend instead changes no byte of the cache"

@@ -8,15 +8,16 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cpkv.all_gather import SPLITS, Extend, ForwardPlan, zigzag_split
+from cpkv.all_gather import SPLITS, Extend, ForwardPlan, interleave_split, zigzag_split
 from cpkv.laws import OrderError
 from cpkv.launch import run_ranks
 from cpkv.layout import PageLayout
 from cpkv.ops.table import REF
 from cpkv.pool import POISON, Pool, format_of
 from cpkv.reader import Reader, Scratch, run_to_end
-from cpkv.shared_kv import (PROBE_DIMS, PROBE_LAYERS, READERS, FullView, probe_pages, probe_plan,
-                            probe_reader, probe_steps, view_bytes, view_pages)
+from cpkv.shared_kv import (PROBE_DIMS, PROBE_LAYERS, READERS, ChunkReuse, FullView, PageSource,
+                            page_sources, place_locs, probe_pages, probe_plan,
+                            probe_reader, probe_steps, reuse_pages, view_bytes, view_pages)
 
 KINDS = list(READERS.values())
 
@@ -79,6 +80,69 @@ def test_a_view_holds_each_page_once_and_the_table_finds_it(batch):
     assert most == max(np.bincount(np.array(real) % lay.cp_size, minlength=lay.cp_size))
     assert view_bytes(most, 10, lay.cp_size) == (lay.cp_size - 1) * most * 10
 
+@given(batch_of_tables())
+def test_the_three_cases_of_a_page(batch):
+    "History only, current only, mixed, told token by token; the view gathers history and nothing else"
+    lay, ext, tables = batch
+    plan = ForwardPlan(split=zigzag_split(ext, lay.cp_size), page_tables=tables, layout=lay, rank=0,
+                       owner=0, tokens=tuple(np.zeros(e.stop) for e in ext), samples=(False,) * len(ext))
+    want = {frozenset([True]): PageSource.HISTORY, frozenset([False]): PageSource.CURRENT,
+            frozenset([True, False]): PageSource.MIXED}
+    P, view, sources, got = lay.page_size, reuse_pages(plan), page_sources(plan).tolist(), []
+    for e in ext:
+        for j in range(lay.num_pages(e.stop)):
+            kinds = {p < e.start for p in range(j * P, min((j + 1) * P, e.stop))}
+            got.append(want[frozenset(kinds)])
+    assert sources == got and view.num_current == got.count(PageSource.CURRENT)
+    gathered = {int(p) for p, s in zip(plan.tables[0], got) if s is not PageSource.CURRENT}
+    most = max(np.bincount([p % lay.cp_size for p in gathered], minlength=lay.cp_size))
+    assert view.max_pages == most
+    first = lay.cp_size * most                                       # current pages lie behind
+    assert sorted(view.table[[s is PageSource.CURRENT for s in got]]) == [*range(first, first + view.num_current)]
+    loc, where = place_locs(plan, view), iter(range(10**6))
+    for e, base in zip(ext, plan.tables[1]):
+        for t in range(e.start, e.stop):
+            assert loc[next(where)] == view.table[base + t // P] * P + t % P
+
+def counted(peers, kind, batches, stores=frozenset(), split=zigzag_split):
+    "Tags of the gathers of each layer, in order, of every batch"
+    world = peers.world()
+    class Once:
+        def world(self): return world
+    probe_reader(Once(), kind, batches, "fp32", 4, stores, None, split)
+    return [(e.layer, e.tag) for e in world.ledger.entries]
+
+def test_a_cold_batch_gathers_the_chunk_alone():
+    chunk, view = ["chunk.latent", "chunk.index"], ["view.index", "view.latent"]
+    def tags(reads): return [(n, t) for n, has in enumerate(PROBE_LAYERS)
+                             for t in [*chunk, *(view * reads)] if has or "latent" in t]
+    for R in (1, 2, 3):
+        for cut in ((0, 9), (0, 8), (0, 1)):
+            assert run_ranks(counted, R, ChunkReuse, chunks(*cut), backend="local") == [tags(0)] * R
+        warm = run_ranks(counted, R, ChunkReuse, chunks(0, 5, 9), backend="local")
+        assert warm == [tags(0) + tags(1)] * R
+
+def test_history_travels_once_and_the_chunk_never_twice():
+    "Bytes of one layer, by hand: pages of 4 rows of 64 + 32 bytes; 2 ranks"
+    def bytes_of(kind, cuts):
+        return run_ranks(probe_reader, 2, kind, chunks(*cuts), backend="local")[0][1][-1][0]
+    row, page = 96, 4 * 96
+    assert bytes_of(FullView, (0, 16, 24)) == 4 * row + 3 * page      # 6 pages, 3 an owner
+    assert bytes_of(ChunkReuse, (0, 16, 24)) == 4 * row + 2 * page    # 4 of history
+    assert bytes_of(ChunkReuse, (0, 17, 24)) == 4 * row + 3 * page    # the fifth is mixed, an owner has 3
+    assert bytes_of(ChunkReuse, (0, 24)) == 12 * row
+
+def test_a_mixed_page_shows_the_new_rows_whatever_the_owner_had_there():
+    "The begun page's owner holds another request's bytes where the chunk's rows go"
+    def rank(peers, kind):
+        reader, plans = bench(peers, kind, [[(7, 0, 8)], [(0, 0, 5)], [(0, 5, 8)]])
+        table = plans[0].page_tables[0]
+        plans = [plans[0], *(dataclasses.replace(p, page_tables=(table[:len(p.page_tables[0])],)) for p in plans[1:])]
+        return [finish_one(reader, p) for p in plans][-1]
+    want = {k: v for k, v in alone(chunks(0, 8)).items() if k[2] >= 5}
+    for kind in (FullView, ChunkReuse):
+        assert same(join(run_ranks(rank, 3, kind, backend="local")), want)
+
 
 # -- same bits
 
@@ -88,7 +152,7 @@ def test_same_bits_over_ranks_readers_and_chunks(P, fmt):
     cuts = [(0, 13, 14, 37), (0, 5, 36, 37), (0, 16, 32, 37), (0, 37)]
     oracle = over(1, Reader, chunks(0, 37), fmt, P)
     ways = zip(itertools.product((1, 2, 3, 4, 8), KINDS), itertools.cycle(cuts),
-               itertools.cycle(["zigzag", "interleave", "interleave", "zigzag", "zigzag"]))
+               itertools.cycle([zigzag_split, interleave_split, interleave_split, zigzag_split, zigzag_split]))
     for (R, kind), cut, split in ways:
         got = over(R, kind, chunks(*cut), fmt, P, frozenset(), None, split)
         assert same(got, oracle), (R, kind.name, cut, split)
@@ -126,9 +190,9 @@ def conversations(draw):
 
 @settings(max_examples=12)
 @given(conversations(), st.sampled_from([1, 2, 3, 4, 8]), st.sampled_from([1, 4, 16]),
-       st.sampled_from(sorted(SPLITS)), st.integers(0, 9))
+       st.sampled_from([*SPLITS.values()]), st.integers(0, 9))
 def test_any_batches_equal_each_request_alone(batches, R, P, split, seed):
-    kind = FullView if seed else Reader
+    kind = KINDS[seed % 3]
     lay = PageLayout(cp_size=kind.shards(R), page_size=P)
     pages = probe_pages(batches, lay)                                # shuffled: owners are unbalanced
     ids = np.random.default_rng(seed).permutation(np.concatenate(list(pages.values())))
@@ -182,10 +246,11 @@ def finish_one(reader, plan):
 
 def join(outs): return {k: v for said in outs for k, v in said.items()}
 
-def num_yields(kind):
-    return sum(1 + (kind is FullView) * (1 + has) for has in PROBE_LAYERS)
+def num_yields(kind, history=False):
+    reads = kind is FullView or (kind is ChunkReuse and history)
+    return sum(1 + reads * (1 + has) for has in PROBE_LAYERS)
 
-@pytest.mark.parametrize("R,kind", [(1, Reader), (2, Reader), (1, FullView), (2, FullView)])
+@pytest.mark.parametrize("R,kind", [(1, Reader), (2, Reader), (1, FullView), (2, FullView), (2, ChunkReuse)])
 def test_aborted_at_any_yield_and_run_again(R, kind):
     batches = [[(0, 0, 9), (1, 0, 2)]]
     def rank(peers):
@@ -307,7 +372,7 @@ def test_stored_bytes_do_not_depend_on_ranks_or_chunks():
     for R, cuts in ((1, (0, 7, 30)), (2, (0, 30)), (3, (0, 7, 8, 30))):
         for kind in KINDS:
             got = run_ranks(rank, R, kind, cuts, backend="local")
-            if kind is FullView: assert sum(map(len, got)) == len(want)       # no page twice
+            if kind is not Reader: assert sum(map(len, got)) == len(want)       # no page twice
             both = join(got)
             assert both.keys() == want.keys() and all(torch.equal(both[k], want[k]) for k in want)
 
