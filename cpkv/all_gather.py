@@ -219,7 +219,13 @@ class ForwardPlan:
     @cached_property
     def filters(self) -> bool:
         "Does any rank store rows from the gathered chunk? The same answer on all ranks"
-        return not self.direct or bool((self.split.bounds[:, 0] % self.layout.page_size).any())
+        return not self.direct or bool(self.begun.any())
+
+    @cached_property
+    def begun(self) -> np.ndarray:
+        "Does each request go on in a page whose owner may not compute it?"
+        start = self.split.bounds[:, 0]
+        return (start % self.layout.page_size > 0) & (self.split.ranks > 1)
 
 # %% ../nbs/06_all_gather.ipynb #58368103
 def flat_tables(tables: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
@@ -321,7 +327,7 @@ def owned_rows(plan: ForwardPlan) -> tuple[np.ndarray, np.ndarray]:
     s, lay, P, (flat, base) = plan.split, plan.layout, plan.layout.page_size, plan.tables
     first = s.bounds[:, 0] // P
     count = np.append(base[1:], len(flat)) - base - first  # pages with new tokens, a request each
-    if plan.direct: count = np.minimum(count, s.bounds[:, 0] % P > 0)  # a begun page alone
+    if plan.direct: count = np.minimum(count, plan.begun)  # of the begun pages alone
     index, nth = np.repeat(np.arange(len(first)), count), runs(first, count)
     page = flat[base[index] + nth]
     mine = np.flatnonzero(lay.owner_of_page(page) == plan.owner)
@@ -334,8 +340,8 @@ def owned_rows(plan: ForwardPlan) -> tuple[np.ndarray, np.ndarray]:
 # %% ../nbs/06_all_gather.ipynb #e997d4b0
 def direct_pages(plan: ForwardPlan) -> tuple[np.ndarray, ...]:
     "Computing rank, request, first row, first position, rows of each run without begun pages"
-    s, P = plan.split, plan.layout.page_size
-    fresh = -(-s.bounds[:, 0] // P) * P  # position where pages that nobody began start
+    s, start = plan.split, plan.split.bounds[:, 0]
+    fresh = start + np.where(plan.begun, -start % plan.layout.page_size, 0)  # first of new pages
     skip = np.minimum(np.maximum(fresh[s.index] - s.start, 0), s.size)
     row = np.cumsum(s.size, 1) - s.size + skip
     rank = np.repeat(np.arange(s.ranks), s.index.shape[1])
@@ -355,7 +361,7 @@ def direct_rows(plan: ForwardPlan) -> tuple[np.ndarray, np.ndarray]:
 def _check_direct(plan: ForwardPlan) -> None:
     "Each new page is owned by the rank that computes it"
     s, lay, P, (flat, base) = plan.split, plan.layout, plan.layout.page_size, plan.tables
-    if not s.aligned or lay.cp_size != s.ranks or plan.owner != plan.rank:
+    if not (s.aligned or s.ranks == 1) or lay.cp_size != s.ranks or plan.owner != plan.rank:
         raise OwnershipError("a direct write needs page-aligned segments and a shard a rank",
                              split=s.name, aligned=s.aligned, cp_size=lay.cp_size, ranks=s.ranks,
                              rank=plan.rank, owner=plan.owner)

@@ -30,8 +30,9 @@ from .all_gather import Extend, ForwardPlan, Split, runs, zigzag_split
 from .laws import ConservationError
 from .layout import PageLayout
 from .ops.table import REF
-from .pool import POISON, Buffer, PayloadDims, Pool, format_of
-from .reader import ALIGN, EXCHANGE, Reader, Scratch, Session, of_layer, run_to_end, widest
+from .pool import POISON, PayloadDims, Pool, format_of
+from .reader import ALIGN, EXCHANGE, VIEW, Reader, Scratch, Session, of_layer, run_to_end
+from .reader import widest
 from .world import Peers, gather_bytes
 
 # %% ../nbs/07_shared_kv.ipynb #46ca80f0
@@ -116,20 +117,20 @@ class FullViewSession(Session):
         views = [pages * widest(bufs, self.P) for bufs in (self.pool.latent, self.pool.index)]
         return super()._sizes() + views
 
-    def _view(self, b: Buffer) -> torch.Tensor:
-        "Pages of the view of one buffer, gathered ones first"
-        out = self.lease.parts[2 if b.component == "latent" else 3]
+    def _places(self) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+        "The views of both components, gathered pages first"
         pages = self.plan.layout.cp_size * self.view.max_pages + self.view.num_current
-        return out[:pages * b.page_bytes].view(pages, b.page_bytes)
+        parts = zip(("latent", "index"), self.lease.parts[2:])
+        return super()._places()[0], {c: p.view(pages, -1) for c, p in parts if len(p)}
 
     def _gather_pages(self, layer: int) -> None:
         "Start the gather of each component, index first because selection reads it first"
         R, most, world = self.plan.layout.cp_size, self.view.max_pages, self.reader.world
         for b in reversed(self.of_layer[layer]):
-            out, tag = self._view(b)[:R * most], f"view.{b.component}"
+            out, tag = self.views[b.component][:R * most], VIEW[b.component]
             self.handles[layer, tag] = world.all_gather(
                 self.reader.ops.gather_pages(b.pages, self.t["send"]), tag=tag, layer=layer,
-                digest=self.plan.digest, out=out.view(R, most, b.page_bytes))
+                digest=self.plan.digest, out=out.view(R, most, -1))
 
     def _issue_view(self, layer: int) -> None:
         with self.reader.world.marks.range("gather"): self._gather_pages(layer)
@@ -137,8 +138,8 @@ class FullViewSession(Session):
     def _source(self, component: str, layer: int) -> Generator[str, None, torch.Tensor]:
         yield EXCHANGE
         with self.reader.world.marks.range("gather"):
-            self.handles.pop((layer, f"view.{component}")).wait()
-        return self._view(getattr(self.pool, component)[layer])
+            self.handles.pop((layer, VIEW[component])).wait()
+        return self.views[component]
 
 # %% ../nbs/07_shared_kv.ipynb #d5ce3a20
 class PageSource(enum.Enum):
@@ -200,14 +201,11 @@ class ChunkReuseSession(FullViewSession):
     def _issue_view(self, layer: int) -> None: pass
 
     def _source(self, component: str, layer: int) -> Generator[str, None, torch.Tensor]:
-        b, ops, split = getattr(self.pool, component)[layer], self.reader.ops, self.plan.split
+        ops, fmt, pages = self.reader.ops, self.of_layer[layer][component == "index"].fmt, self.views[component]
         if self.view.max_pages: yield from super()._source(component, layer)
         with self.reader.world.marks.range("store"):
-            pages, rows = self._view(b), split.ranks * split.max_rows
-            chunk = self.lease.parts[0 if component == "latent" else 1]
-            chunk = chunk[:rows * b.fmt.row_bytes].view(rows, b.fmt.row_bytes)
-            ops.store_rows(pages, ops.restore_rows(chunk, self.t["place_row"]),
-                           self.t["place_loc"], b.fmt, self.P)
+            rows = ops.restore_rows(self.chunk[component].flatten(0, 1), self.t["place_row"])
+            ops.store_rows(pages, rows, self.t["place_loc"], fmt, self.P)
         return pages
 
 READERS = {r.name: r for r in (Reader, FullView, ChunkReuse)}
