@@ -13,9 +13,9 @@ nothing, a roof whose rate nobody stated, and the difference of two shapes."""
 
 # %% auto #0
 __all__ = ['KIB', 'MIB', 'GIB', 'GB', 'TB', 'DEVICES', 'RATES', 'Values', 'bytes_text', 'flops_text', 'rate_text', 'seconds_text',
-           'Device', 'device_rows', 'roofline', 'roof_seconds', 'all_gather_bytes', 'causal_pairs', 'picked_pairs',
-           'dense_flops', 'index_logits_flops', 'sparse_mla_flops', 'Timing', 'timed', 'best_seconds', 'this_cpu',
-           'yardstick', 'calc_diff', 'max_abs_diff']
+           'Device', 'device_rows', 'roofline', 'roof_seconds', 'causal_pairs', 'picked_pairs', 'dense_flops',
+           'index_logits_flops', 'sparse_mla_flops', 'Timing', 'timed', 'best_seconds', 'this_cpu', 'yardstick',
+           'calc_diff', 'max_abs_diff']
 
 # %% ../nbs/00_measure.ipynb #27c90b81
 import os
@@ -115,11 +115,6 @@ def roofline(
 def roof_seconds(device: Device, **work: float) -> float:
     "Least time the work can take"
     return max(roofline(device, **work).values(), default=0.0)
-
-# %% ../nbs/00_measure.ipynb #89f31901
-def all_gather_bytes(num_ranks: int, block_bytes: int) -> int:
-    "Bytes each rank receives, filler included; `block_bytes` is the largest rank's share"
-    return (num_ranks - 1) * block_bytes
 
 # %% ../nbs/00_measure.ipynb #e1aa2139
 def causal_pairs(num_new: int, history: int = 0) -> int:
