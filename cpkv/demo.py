@@ -36,12 +36,14 @@ from typing import Any
 import numpy as np
 import torch
 
+from .compute_owner import check_choice
 from .engine import Engine, EngineConfig, Request, decode, greedy
 from .evidence import check_gates
 from .handoff import (page_digests, pool_facts, recv_pages, send_pages, send_plan,
                           tell_register)
-from .laws import CapacityError, CpkvError, InputError
+from .laws import CapacityError, ConfigError, CpkvError, InputError
 from .launch import run_ranks
+from .layer_split import READERS
 from .layout import PageLayout
 from .measure import bytes_text
 from .model import (TINY, Model, ModelConfig, load_checkpoint, parse_config, random_weights,
@@ -118,7 +120,8 @@ def _start(peers: Peers, job: Job, engine: Engine) -> None:
     "Nobody begins before all peers have the same configuration, versions and buffers"
     e = job.engine
     facts = dict(page_size=e.page_size, format=e.format, chunk=e.chunk, split=e.split, cp=job.cp,
-                 ops=engine.model.ops.name, namespace=e.namespace)
+                 placement=e.placement, reader=e.reader, ops=engine.model.ops.name,
+                 namespace=e.namespace)
     tell_register(peers.trace, engine.pool)
     peers.check_start(facts | pool_facts(engine.pool))
 
@@ -137,7 +140,8 @@ def _prefill(peers: Peers, world: World, model: Model, job: Job) -> list[dict[st
             received=[received.get(n, 0) for n in layers], output_bytes=received.get(-1, 0),
             predicted=[predicted[n] for n in layers], predicted_output=predicted[-1],
             digests=page_digests(engine.pool, world.rank, r.pages, r.computed),
-            rest=rest_bytes(engine.layout, r.pages, engine.pool.page_bytes()),
+            rest=_rest(engine, r),
+            whole=len(r.pages) * engine.pool.page_bytes(),
             sent=_hand_off(peers, engine, r, greedy(logits), job)))
         engine.finish(r)
         output = torch.empty(job.num_output, dtype=torch.int64)
@@ -145,6 +149,11 @@ def _prefill(peers: Peers, world: World, model: Model, job: Job) -> list[dict[st
         tokens = next_prompt(tokens, output.tolist())
     turns[-1]["leaked"] = engine.leaked_pages()
     return turns
+
+def _rest(engine: Engine, r: Request) -> int:
+    "Bytes of a request's pages on this rank"
+    by_owner = rest_bytes(engine.layout, r.pages, engine.pool.page_bytes())
+    return by_owner[engine.world.rank % engine.layout.cp_size]
 
 def _all_chunks(engine: Engine, r: Request, job: Job) -> torch.Tensor:
     "Logits of the last token"
@@ -161,7 +170,8 @@ def decode_layout(job: Job) -> PageLayout:
 
 def _hand_off(peers: Peers, engine: Engine, r: Request, first_token: int, job: Job) -> int:
     "Send this rank's pages to the decode process; payload bytes"
-    send = send_plan(engine.layout, decode_layout(job), r.pages)[engine.world.rank]
+    sends = send_plan(engine.layout, decode_layout(job), r.pages, ranks=job.cp)
+    send = sends[engine.world.rank]
     return send_pages(peers, engine.pool, send, job.cp, request=r.request, num_tokens=r.computed,
                       first_token=first_token, total_pages=len(r.pages))
 
@@ -317,6 +327,10 @@ def prepare(
     for name, n in (("cp", cp), ("text", len(text)), ("turns", turns), ("num_output", num_output)):
         if n < 1: raise InputError(f"{name} must be at least 1", **{name: n})
     config, sizes = find_model(folder, model, seed, layers), EngineConfig(**engine)
+    if not all(READERS[sizes.reader].holds(config.num_hidden_layers, cp, 0)):
+        raise ConfigError("a handoff needs every layer of a page on its owner: choose another "
+                          "reader", reader=sizes.reader, cp=cp)
+    check_choice(sizes.split, sizes.placement, READERS[sizes.reader].shards(cp), cp)
     most, unit = conversation_tokens(text, turns, num_output), cp * sizes.page_size
     room = -(-most // unit) * unit if device_tokens is None else device_tokens
     if most > room:
@@ -370,10 +384,10 @@ def report(job: Job, answers: Sequence[list[dict[str, Any]]]) -> dict[str, Any]:
     *prefill, decoded, oracle = answers
     turns = [compare_turn([r[i] for r in prefill], decoded[i], oracle[i])
              for i in range(job.turns)]
-    rest, leaked = prefill[0][-1]["rest"], sum(r[-1]["leaked"] for r in answers)
+    rest, leaked = [r[-1]["rest"] for r in prefill], sum(r[-1]["leaked"] for r in answers)
     return dict(
         ok=not any(map(differences, turns)) and not leaked, turns=turns, rest_bytes_per_rank=rest,
-        replicated_bytes_per_rank=[sum(rest)] * job.cp, leaked_pages=leaked, transport="plain",
+        replicated_bytes_per_rank=[prefill[0][-1]["whole"]] * job.cp, leaked_pages=leaked, transport="plain",
         handoff_pages=sum(t["handoff_pages"] for t in turns),
         handoff_bytes=sum(t["handoff_bytes"] for t in turns),
         device_tokens=job.engine.device_tokens, layers=job.layers,

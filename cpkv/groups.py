@@ -14,7 +14,8 @@ memory. After an error a world is of no more use. It does not start processes: s
 
 # %% auto #0
 __all__ = ['FRAME', 'FRAME_TAG', 'frame_bytes', 'bytes_of', 'tag_of', 'peer_error', 'Lane', 'Control', 'GroupWorld', 'start_cpu',
-           'start_staged', 'start_nccl', 'check_backend', 'Mail', 'GroupPeers', 'join', 'world_from_env']
+           'spread_cpu', 'start_staged', 'start_nccl', 'spread_staged', 'spread_nccl', 'check_backend', 'Mail',
+           'GroupPeers', 'join', 'world_from_env']
 
 # %% ../nbs/04b_groups.ipynb #1c3dd872
 import os
@@ -101,6 +102,17 @@ class Lane:
         works += [self.send(mine, r, tag, what) for r in others]
         return lambda: self.finish(works, what)
 
+    def spread(self,
+        x: torch.Tensor,        # flat bytes on the CPU: of the source, or where they arrive
+        src: int,
+        tag: int,
+        what: Callable[[], str],  # in words, for an error
+    ) -> Callable[[], None]:    # blocks until all is there
+        "Start to bring one rank's bytes to all"
+        if self.rank != src: works = [self.recv(x, src, tag, what)]
+        else: works = [self.send(x, r, tag, what) for r in range(self.size) if r != src]
+        return lambda: self.finish(works, what)
+
     def finish(self, works: Sequence[tuple], what: Callable[[], str]) -> None:
         "Wait for all, `timeout` seconds in sum"
         stop = time.monotonic() + self.timeout
@@ -159,6 +171,14 @@ class GroupWorld(World):
         if self.backend == "nccl" and entry.lane != "control": start = start_nccl
         return start(lane, x, out, entry)
 
+    def _start_broadcast(self, entry: Entry, x: torch.Tensor, out: torch.Tensor
+                        ) -> Callable[[], None]:
+        if self.debug: self.control.swap(entry, b"")
+        if self.rank == entry.src: out.copy_(x)
+        start = spread_cpu if x.device.type == "cpu" else spread_staged
+        if self.backend == "nccl" and entry.lane != "control": start = spread_nccl
+        return start(self.lanes[entry.lane], out, entry)
+
 # %% ../nbs/04b_groups.ipynb #a697b0c0
 def start_cpu(
     lane: Lane, x: torch.Tensor, out: torch.Tensor, entry: Entry,
@@ -166,6 +186,11 @@ def start_cpu(
     "Gather straight into `out`"
     text, rows = str(entry), bytes_of(out).view(lane.size, x.nbytes)
     return lane.gather(bytes_of(x), rows, tag_of(text), lambda: text)
+
+def spread_cpu(lane: Lane, out: torch.Tensor, entry: Entry) -> Callable[[], None]:
+    "Bring the source's `out` into every other one"
+    text = str(entry)
+    return lane.spread(bytes_of(out), entry.src, tag_of(text), lambda: text)
 
 # %% ../nbs/04b_groups.ipynb #7e05111f
 def start_staged(
@@ -190,6 +215,25 @@ def start_nccl(
         work = gather(bytes_of(out), bytes_of(x), group=lane.group, async_op=True)
     return lambda: lane.finish([(lane.rank, work)], lambda: text)
 
+# %% ../nbs/04b_groups.ipynb #a34b263c
+def spread_staged(lane: Lane, out: torch.Tensor, entry: Entry) -> Callable[[], None]:
+    "Broadcast device tensors over gloo, through pinned memory"
+    wire = torch.empty(out.nbytes, dtype=torch.uint8, pin_memory=True)
+    if lane.rank == entry.src: wire.copy_(bytes_of(out))
+    complete = spread_cpu(lane, wire, entry)
+    def finish() -> None:
+        complete()
+        bytes_of(out).copy_(wire)
+    return finish
+
+def spread_nccl(lane: Lane, out: torch.Tensor, entry: Entry) -> Callable[[], None]:
+    "Broadcast on the device, a GPU a rank"
+    text, src = str(entry), lane.ranks[entry.src]
+    with lane.guard(entry.src, lambda: text):
+        work = dist.broadcast(bytes_of(out), src, group=lane.group, async_op=True)
+    return lambda: lane.finish([(entry.src, work)], lambda: text)
+
+# %% ../nbs/04b_groups.ipynb #f868d90a
 def check_backend(
     backend: str,
     ranks: int,  # on this host

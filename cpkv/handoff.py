@@ -58,12 +58,13 @@ def send_plan(
     dst: PageLayout,  # of the decode side
     pages: Sequence[int] | np.ndarray,  # logical pages of the source, in request order
     start: int = 0,   # position of the first of them
+    ranks: int = 1,   # on the prefill side, if more than shards: a replicated cache is sent once
 ) -> list[Send]:      # one a source rank, also for ranks that own none
     "Who sends which page to which position"
     pages = np.asarray(pages, np.int64)
     _check_sides(src, dst, pages)
     owner = src.owner_of_page(pages)
-    mine = [np.flatnonzero(owner == r) for r in range(src.cp_size)]
+    mine = [np.flatnonzero(owner == r) for r in range(max(src.cp_size, ranks))]
     return [Send(r, src.local_page_of(pages[at]), start + at) for r, at in enumerate(mine)]
 
 def _check_sides(src: PageLayout, dst: PageLayout, pages: np.ndarray) -> None:
@@ -133,6 +134,9 @@ def send_pages(
     total_pages: int,  # of all ranks together
 ) -> int:              # payload bytes
     "Send one rank's part of a request"
+    if not all(pool.holds):
+        raise ConfigError("a handoff needs every layer of a page on its owner", rank=send.rank,
+                          request=request, holds=sum(pool.holds), layers=len(pool.holds))
     n, page_bytes, trace = len(send.local), pool.page_bytes(), peers.trace
     if trace.on:
         pages = pool.layout.page_of(send.rank, np.asarray(send.local, np.int64))

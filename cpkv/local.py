@@ -148,6 +148,12 @@ class LocalWorld(World):
             for row, part in zip(out, parts): row.copy_(part)
         return complete
 
+    def _start_broadcast(self, entry: Entry, x: torch.Tensor, out: torch.Tensor
+                        ) -> Callable[[], None]:
+        mine = x.clone() if self.rank == entry.src else None
+        meeting = self.hub.arrive(self.rank, entry, mine)
+        return lambda: out.copy_(self.hub.collect(self.rank, entry, meeting)[entry.src])
+
 # %% ../nbs/04a_local.ipynb #966c0e59
 class Shared:
     "What the threads of a run share; only the rank with the baton touches it"

@@ -6,7 +6,8 @@ for each component and layer, in one order that every rank and every peer shares
 * A latent row is the latent, then the rope part; an index row is the indexer's key.
 * What was encoded decodes exactly; encoding rounds to nearest, ties to even.
 * A format that turns index keys as it encodes them turns index queries alike, by `index_query`.
-* A layer without an indexer has an index buffer of 0 pages, which keeps its place in the list.
+* A layer without an indexer has an index buffer of 0 pages, which keeps its place in the list; so
+  have both buffers of a layer whose pages are on another rank.
 * Page 0 of each rank is the sink: it takes padding and nothing reads it as data.
 * Buffers begin as zeros, so pages that travel as filler have equal bytes in every run.
 * Addresses are 64 bits wide.
@@ -137,11 +138,11 @@ class Buffer:
     layer: int
     fmt: RowFormat
     page_size: int
-    pages: torch.Tensor  # uint8 [local pages, page bytes]; 0 pages where the layer has none
+    pages: torch.Tensor  # uint8 [local pages, page bytes]; 0 pages where the layer has none here
 
     @property
     def page_bytes(self) -> int:
-        "Bytes of one page; 0 where the layer has none"
+        "Bytes of one page; 0 where the layer has none here"
         return self.fmt.page_bytes(self.page_size) if len(self.pages) else 0
 
     def first_byte(self,
@@ -168,14 +169,17 @@ def build_buffers(
     dims: PayloadDims,
     format: Format,
     local_pages: int,           # of one rank, its sink included
+    holds: Sequence[bool] | None = None,  # a layer each: are its pages here? all, if not given
     device: str | torch.device = "cpu",
 ) -> list[Buffer]:
     "The one list: latent of every layer, then index of every layer"
-    L, P = len(has_index), local_pages
+    L, P, holds = len(has_index), local_pages, [True] * len(has_index) if holds is None else holds
     if L < 1 or P < 1: raise InputError("no layer, or no sink page", layers=L, local_pages=P)
+    if len(holds) != L: raise InputError("holds has a flag a layer", layers=L, flags=len(holds))
     latent, index = format.latent(dims.latent, dims.rope), format.index(dims.index)
-    plan = [("latent", i, latent, P) for i in range(L)]
-    plan += [("index", i, index, P if here else 0) for i, here in enumerate(has_index)]
+    plan = [("latent", i, latent, P * bool(here)) for i, here in enumerate(holds)]
+    plan += [("index", i, index, P * bool(has and here))
+             for i, (has, here) in enumerate(zip(has_index, holds))]
     size = layout.page_size
     return [Buffer(component=c, layer=i, fmt=row, page_size=size,
                    pages=_zeros(n, row.page_bytes(size), device)) for c, i, row, n in plan]
@@ -192,12 +196,14 @@ class Pool:
         dims: PayloadDims,
         format: Format,
         local_pages: int,           # of this rank, its sink included
+        holds: Sequence[bool] | None = None,  # a layer each: are its pages here? all, if not given
         device: str | torch.device = "cpu",
     ):
         self.layout, self.dims, self.format, self.local_pages = layout, dims, format, local_pages
         self.has_index = tuple(map(bool, has_index))
+        self.holds = (True,) * len(has_index) if holds is None else tuple(map(bool, holds))
         self.buffers = build_buffers(layout, has_index=self.has_index, dims=dims, format=format,
-                                     local_pages=local_pages, device=device)
+                                     local_pages=local_pages, holds=self.holds, device=device)
         self.latent = [b for b in self.buffers if b.component == "latent"]
         self.index = [b for b in self.buffers if b.component == "index"]
 

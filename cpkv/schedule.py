@@ -25,7 +25,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from .engine import Computed, Engine, Request, next_stop
+from .engine import Computed, Engine, Ready, Request, next_stop
 from .laws import CapacityError, InputError, OrderError
 from .sample import Sampling, logprobs_of, sample
 
@@ -94,11 +94,10 @@ class Scheduler:
     def step(self) -> list[Running]:
         "One forward of what fits; the requests that it ended"
         self._admit()
-        batch = self._fit(self._pick())
+        batch, ready = self._fit(self._pick())
         if not batch: return self._ended()
-        logits = self.engine.compute([(run.r, stop) for run, stop in batch],
-                                     captures=[run.want.captures for run, _ in batch])
-        self._collect(batch, logits)
+        computed = self.engine.run(ready, captures=[run.want.captures for run, _ in batch])
+        self._collect(batch, computed)
         return self._ended()
 
     def run(self) -> dict[int, Running]:
@@ -149,12 +148,11 @@ class Scheduler:
             if budget <= 0: break
         return batch
 
-    def _fit(self, batch: list[tuple[Running, int]]) -> list[tuple[Running, int]]:
+    def _fit(self, batch: list[tuple[Running, int]]
+            ) -> tuple[list[tuple[Running, int]], Ready | None]:
         "The batch with its pages; the youngest request gives way until it fits"
         while batch:
-            try:
-                self.engine.take_pages([(run.r, stop) for run, stop in batch])
-                return batch
+            try: return batch, self.engine.take_pages([(run.r, stop) for run, stop in batch])
             except CapacityError as e:
                 run = self.running.pop()
                 self.engine.abort(run.r)
@@ -163,7 +161,7 @@ class Scheduler:
                     self.waiting.appendleft(run)
                 else: self._fail(run, e)
                 batch = [b for b in batch if b[0] is not run]
-        return batch
+        return [], None
 
     def _fail(self, run: Running, error: CapacityError) -> None:
         "Alone and still too large: this request ends, the engine goes on"

@@ -32,7 +32,7 @@ from .layout import PageLayout
 from .ops.table import REF
 from .pool import POISON, PayloadDims, Pool, format_of
 from .reader import ALIGN, EXCHANGE, VIEW, Reader, Scratch, Session, of_layer, run_to_end
-from .reader import widest
+from .reader import widths
 from .world import Peers, gather_bytes
 
 # %% ../nbs/07_shared_kv.ipynb #46ca80f0
@@ -88,8 +88,8 @@ class FullView(Reader):
         P = pool.layout.page_size
         even = -(-pool.layout.num_pages(tokens) // ranks) + requests  # one page more a chain
         pages = ranks * min(even, pool.local_pages)
-        return Reader.scratch_bytes(pool, ranks, tokens, chunk, requests) + sum(
-            pages * widest(bufs, P) + ALIGN for bufs in (pool.latent, pool.index))
+        return (Reader.scratch_bytes(pool, ranks, tokens, chunk, requests)
+                + sum(widths(pool, pages * P)) + 2 * ALIGN)
 
     def view_of(self, plan: ForwardPlan) -> ViewPages:
         "The view of a batch, made once however often it is asked for"
@@ -100,8 +100,9 @@ class FullView(Reader):
                     stores: frozenset[int] = frozenset()) -> int:
         chunk = super().layer_bytes(plan, layer, stores)
         if layer in stores: return chunk
-        most, R = self.view_of(plan).max_pages, plan.layout.cp_size
-        return chunk + sum(view_bytes(most, b.page_bytes, R) for b in of_layer(self.pool, layer))
+        most, lay = self.view_of(plan).max_pages, plan.layout
+        return chunk + sum(view_bytes(most, b.fmt.page_bytes(lay.page_size), lay.cp_size)
+                           for b in of_layer(self.pool, layer))
 
 # %% ../nbs/07_shared_kv.ipynb #b3c42d44
 class FullViewSession(Session):
@@ -114,8 +115,7 @@ class FullViewSession(Session):
 
     def _sizes(self) -> list[int]:
         pages = self.plan.layout.cp_size * self.view.max_pages + self.view.num_current
-        views = [pages * widest(bufs, self.P) for bufs in (self.pool.latent, self.pool.index)]
-        return super()._sizes() + views
+        return super()._sizes() + widths(self.pool, pages * self.P)
 
     def _places(self) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
         "The views of both components, gathered pages first"
@@ -186,8 +186,8 @@ class ChunkReuse(FullView):
     @staticmethod
     def scratch_bytes(pool: Pool, ranks: int, tokens: int, chunk: int, requests: int = 1) -> int:
         P, own = pool.layout.page_size, pool.layout.num_pages(chunk) + requests
-        return FullView.scratch_bytes(pool, ranks, tokens, chunk, requests) + sum(
-            own * widest(bufs, P) for bufs in (pool.latent, pool.index))
+        return (FullView.scratch_bytes(pool, ranks, tokens, chunk, requests)
+                + sum(widths(pool, own * P)))
 
 class ChunkReuseSession(FullViewSession):
     "One batch through all layers of a sharded cache whose chunk does not travel twice"
@@ -286,7 +286,8 @@ def probe_reader(
     pages = probe_pages(batches, lay) if pages is None else pages
     last = int(max(t.max() for t in pages.values()))
     pool = Pool(lay, has_index=PROBE_LAYERS, dims=PROBE_DIMS, format=format_of(fmt),
-                local_pages=lay.local_page_of(last) + 1)
+                local_pages=lay.local_page_of(last) + 1,
+                holds=kind.holds(len(PROBE_LAYERS), world.size, world.rank))
     pool.poison(range(pool.local_pages))
     room = (last + 1) * page_size  # tokens, were all pages in one view
     arena = kind.scratch_bytes(pool, world.size, room * world.size, room)

@@ -100,6 +100,42 @@ def predicted(R: int) -> dict:
     nbytes = {d: sum(part(0, d, s).nbytes for s in SHAPES) for d in DTYPES}
     return {d: (R - 1) * n for d, n in nbytes.items()} | {"": (R - 1) * (48 + 4 * 40 + 16)}
 
+def spread(peers) -> dict:
+    "Every rank is the source once, of every dtype and shape; every destination is poisoned"
+    wrong, world = [], peers.world()
+    R, me = world.size, world.rank
+    for src in range(R):
+        for dtype in DTYPES:
+            for shape in SHAPES:
+                x, out = part(me, dtype, shape), poisoned(part(me, dtype, shape), 1)[0]
+                got = world.broadcast(x, src=src, tag=dtype, layer=src, digest=9, out=out).wait()
+                if got is not out or not same_bits(got, part(src, dtype, shape)):
+                    wrong.append((src, dtype, shape))
+                if not same_bits(x, part(me, dtype, shape)): wrong.append("x has changed")
+    place = torch.full((5,), -1.)                     # where it arrives will do as `x`
+    tens = torch.arange(10.)[::2] if me == 1 else place
+    if world.broadcast(tens, src=1, out=place).wait().tolist() != [0, 2, 4, 6, 8]: wrong.append("out")
+    fresh = world.broadcast(torch.full((4,), me), src=R - 1).wait()
+    if fresh.tolist() != [R - 1] * 4: wrong.append("fresh")
+    # issued ahead, with gathers between, awaited in another order
+    ahead = [world.broadcast(torch.full((3,), 10 * i + me), src=i % R, lane="prefetch", layer=i)
+             for i in range(4)]
+    here = world.all_gather(torch.tensor([me]))
+    if len(world.pending) != 5: wrong.append("pending")
+    for i in (2, 0, 3, 1):
+        if ahead[i].wait().tolist() != [10 * i + i % R] * 3: wrong.append(("ahead", i))
+    if here.wait().flatten().tolist() != list(range(R)) or world.pending: wrong.append("here")
+    return {"wrong": wrong, "lines": {lane: world.ledger.lines(lane) for lane in LANES},
+            "received": world.ledger.received(lanes=["main"]),
+            "prefetch": world.ledger.received(lanes=["prefetch"])}
+
+def spread_bytes(rank: int, R: int) -> tuple[dict, dict]:
+    "What `spread` must receive by layer on the lanes main and prefetch"
+    one = sum(part(0, d, s).nbytes for d in DTYPES for s in SHAPES)
+    rest = 20 * (rank != 1) + 32 * (rank != R - 1) + 8 * (R - 1)
+    return ({src: one * (src != rank) for src in range(R)} | {-1: rest},
+            {i: 24 * (i % R != rank) for i in range(4)})
+
 BASE = {"lane": "main", "tag": "latent", "layer": 3, "digest": 7}
 ODD = {"lane": {"lane": "prefetch"}, "tag": {"tag": "index"}, "layer": {"layer": 4},
        "digest": {"digest": 8}, "shape": {"shape": (3, 2)}, "dtype": {"dtype": torch.int32},
@@ -120,6 +156,27 @@ def differ(peers, kinds: tuple, odd_rank: int = 1) -> list[str]:
         except OrderError as e: said.append(str(e))
         else: said.append("nothing")
     return said
+
+SOURCES = {"src": {"src": 0}, "shape": {"shape": (3, 2)}, "digest": {"digest": 8}, "op": {}}
+
+def differ_in_source(peers, kinds: tuple, odd_rank: int = 1) -> list[str]:
+    "Broadcasts from rank 2 in which one rank differs; what each rank was told"
+    world, said = peers.world(), []
+    for kind in kinds:
+        how = BASE | {"src": 2} | (SOURCES[kind] if peers.rank == odd_rank else {})
+        x = torch.zeros(how.pop("shape", (2, 3)))
+        try:
+            if kind == "op" and peers.rank == odd_rank: world.all_gather(x, **BASE).wait()
+            else: world.broadcast(x, **how).wait()
+        except OrderError as e: said.append(str(e))
+        else: said.append("nothing")
+    return said
+
+def swapped_sources(peers) -> list:
+    "Two broadcasts of one size from rank 0, taken in the other order by rank 1"
+    world = peers.world()
+    return [world.broadcast(torch.full((4,), d), src=0, digest=d).wait().tolist()
+            for d in ((11, 22) if peers.rank == 0 else (22, 11))]
 
 def swapped_batches(peers) -> list:
     "Two batches of one size, taken in the other order by rank 1"
@@ -192,4 +249,5 @@ def staged(peers) -> list:
     world = peers.world()
     x = torch.full((3, 5), world.rank + 1.0, device="cuda")
     out = world.all_gather(x.to(torch.float8_e4m3fn)).wait()
-    return [out.device.type, out.float().mean((1, 2)).tolist()]
+    sent = world.broadcast(x, src=1).wait()
+    return [out.device.type, out.float().mean((1, 2)).tolist(), sent.mean().item()]

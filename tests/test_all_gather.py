@@ -395,7 +395,7 @@ def test_direct_and_filtered_rows_store_each_row_once(pairs, R, P, seed):
     lay, ext, stored = plans[0].layout, plans[0].split.extends, []
     token_of = {int(g): t for t, g in enumerate(plans[0].order)}
     for p in plans:
-        assert p.filters == any(e.start % P for e in ext)
+        assert p.filters == (R > 1 and any(e.start % P for e in ext))
         own, own_loc = direct_rows(p)
         row, loc = owned_rows(p)
         gathered = [*(own + p.rank * p.split.max_rows).tolist(), *row.tolist()]
@@ -412,6 +412,15 @@ def test_direct_and_filtered_rows_store_each_row_once(pairs, R, P, seed):
             want.append((t, page % R, page // R * P + pos % P))
             t += 1
     assert sorted(stored) == want
+
+def test_one_rank_gathers_nothing():
+    "It computes and owns all there is, also in a begun page and without aligned cuts"
+    for split in SPLITS.values():
+        for pairs in ([(3, 1)], [(0, 9), (7, 12)]):
+            plan = plans_of(pairs, 1, P=4, split=split)[0]
+            alone = dataclasses.replace(plan, direct=True)
+            assert not alone.filters and len(owned_rows(alone)[0]) == 0
+            assert sorted(direct_rows(alone)[1].tolist()) == sorted(owned_rows(plan)[1].tolist())
 
 def test_plans_that_are_not_direct_have_no_direct_rows():
     for plan in plans_of([(3, 40), (0, 9)], 4):

@@ -2,15 +2,16 @@
 import pytest
 
 from cpkv import bench
-from cpkv.bench import BENCHES, plan_once, run_bench
+from cpkv.bench import BENCHES, plan_once, run_bench, step_layer_us
 from cpkv.laws import ConfigError, InputError
+from cpkv.shared_kv import READERS
 
 
 def test_every_number_has_a_unit_and_is_above_zero():
     r = run_bench("plan")
     assert all(k.endswith(("_us", "_ms")) and 0 < v < 1e9 for k, v in r.items())
     assert {"split_one_us", "plan_64_ms", "alloc_8x8192_ms", "owner_loc_131072_ms",
-            "yardstick_ms"} <= set(r)
+            "step_layer_us", "yardstick_ms"} <= set(r)
 
 def test_without_a_name_all_of_them_run(monkeypatch):
     monkeypatch.setattr(bench, "yardstick", lambda: .002)
@@ -22,11 +23,17 @@ def test_without_a_name_all_of_them_run(monkeypatch):
 @pytest.mark.parametrize("requests,num_tokens,ranks",
                          [(1, 1, 8), (1, 8192, 8), (64, 128, 8), (3, 65, 2)])
 def test_a_plan_holds_every_token_of_the_batch(requests, num_tokens, ranks):
-    rows, order, (src, loc) = plan_once(requests, num_tokens, ranks)()
+    plan, (rows, order, owned, direct) = plan_once(requests, num_tokens, ranks)()
     assert len(order) == len(set(order.tolist())) == requests * num_tokens
     assert rows.num <= num_tokens * requests and len(rows.index) % 32 == 0
-    pages = -(-num_tokens // 64) * requests    # rank 1 owns every so many of them
-    assert len(src) == len(set(loc.tolist())) <= -(-pages // ranks) * 64
+    pages = -(-num_tokens // 64) * requests    # one rank has its part of them, by one list or the other
+    locs = [*owned[1].tolist(), *direct[1].tolist()]
+    assert len(set(locs)) == len(locs) <= -(-pages // ranks) * 64 + 64
+    assert plan.direct == plan.split.aligned and (len(direct[0]) > 0) == plan.direct
+
+@pytest.mark.parametrize("kind", READERS.values(), ids=READERS)
+def test_a_layer_without_its_verbs_is_still_every_step_of_it(kind):
+    assert 0 < step_layer_us(kind, layers=2) < 1e6
 
 def test_an_unknown_name_is_refused_with_the_known_ones():
     with pytest.raises(InputError, match="plan"): run_bench("speed")

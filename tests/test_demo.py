@@ -1,5 +1,6 @@
 """One conversation, however it is computed; and a comparison that can say no"""
 import functools
+import itertools
 import json
 import tempfile
 
@@ -74,20 +75,29 @@ def most_rows(n, R):
     part = [n // (2 * R) + (i < n % (2 * R)) for i in range(2 * R)]
     return max(part[r] + part[2 * R - 1 - r] for r in range(R))
 
-def received(start, stop, chunk, P, R, row_bytes):
-    "Closed form of one layer: each chunk's rows, then the pages of history and chunk"
+def received(start, stop, chunk, P, R, row_bytes, reader):
+    "Closed form of one layer: each chunk's rows, then the pages of history, in Phase 2 of the chunk too"
     total = 0
     for a, b in chunks_of(start, stop, chunk, P):
-        pages = -(-b // P)      # dealt round: the busiest owner has the most of them
+        pages = -(-(a if reader == "chunk_reuse" else b) // P)
         total += (R - 1) * (most_rows(b - a, R) + -(-pages // R) * P) * row_bytes
-    return total
+    return total             # pages are dealt round: the busiest owner has the most of them
 
-@pytest.mark.parametrize("cp,page_size,chunk", WAYS)
-def test_bytes_equal_the_closed_form(cp, page_size, chunk):
-    r = short(cp, page_size, chunk)
+@pytest.mark.parametrize("cp,page_size,chunk", WAYS[1:])
+def test_bytes_are_those_predicted_on_every_way(cp, page_size, chunk):
+    for t in short(cp, page_size, chunk)["turns"]:
+        assert t["received_bytes"] == t["predicted_bytes"] == t["received_bytes"][:1] * cp
+        assert all(n > 0 for n in t["received_bytes"][0])
+
+@pytest.mark.parametrize("way,reader", [*zip(WAYS, itertools.cycle(["full_view", "chunk_reuse"]))])
+def test_bytes_equal_the_closed_form(way, reader):
+    cp, page_size, chunk = way
+    r = short(cp, page_size, chunk, reader=reader, split="zigzag", placement="cyclic")
+    assert r["ok"]
+    if cp == 1: assert r["turns"][0]["received_bytes"] == [[0] * 4]
     for t in r["turns"]:
         start, stop = t["cached_tokens"], t["prompt_tokens"]
-        want = [received(start, stop, chunk, page_size, cp, LATENT + INDEX * i) for i in HAS_INDEX]
+        want = [received(start, stop, chunk, page_size, cp, LATENT + INDEX * i, reader) for i in HAS_INDEX]
         assert t["received_bytes"] == t["predicted_bytes"] == [want] * cp
         assert t["output_bytes"] == t["predicted_output_bytes"] == [(cp - 1) * 64 * 4] * cp
     assert cp == 1 or min(want) > 0
@@ -132,6 +142,20 @@ def test_a_checkpoint_gives_what_its_weights_gave(tmp_path):
     assert two["ok"] and two["layers"] == 2 and len(two["turns"][0]["received_bytes"][0]) == 2
 
 
+@pytest.mark.parametrize("cp", [2, 3])
+def test_a_replicated_cache_rests_whole_on_every_rank_and_is_sent_once(cp):
+    r = short(cp, reader="replicated", placement="cyclic")
+    assert r["ok"] and said(r) == said(short(2))
+    assert r["rest_bytes_per_rank"] == r["replicated_bytes_per_rank"] == short(2)["replicated_bytes_per_rank"][:1] * cp
+    assert [n > 0 for n in r["turns"][0]["sent_bytes"]] == [True] + [False] * (cp - 1)
+
+def test_a_layer_split_has_no_handoff_and_says_so_before_a_process_starts():
+    with pytest.raises(ConfigError, match="choose another reader"):
+        run_demo(text=TEXT[:100], engine=dict(reader="layer_split", placement="cyclic"))
+    with pytest.raises(ConfigError, match="choose split page"):
+        run_demo(text=TEXT[:100], engine=dict(split="zigzag"))
+
+
 # -- it can fail: one fault each, injected where it would happen
 
 def faulty(**more): return run_demo(text=TEXT[:100], engine=dict(page_size=16), cp=2, num_output=3,
@@ -153,7 +177,7 @@ def test_a_byte_that_changes_on_the_way_is_found(monkeypatch):
     r = faulty()
     bad, where = first_fault(r)
     assert not r["ok"] and "KV bytes" in bad
-    assert where["side"] == "decode" and where["page"] in (9, 10)
+    assert where["side"] == "decode" and where["page"] in range(11)
 
 @pytest.mark.parametrize("component", ["latent", "index"])
 def test_a_byte_that_changes_at_rest_is_found_on_its_rank(monkeypatch, component):
@@ -168,7 +192,7 @@ def test_a_byte_that_changes_at_rest_is_found_on_its_rank(monkeypatch, component
     assert differences(r["turns"][0]) == [] and not r["ok"]
     bad, where = first_fault(r)
     assert "KV bytes" in bad and where == dict(side="prefill", page=where["page"], rank=1)
-    assert where["page"] in (0, 1)
+    assert where["page"] in range(9)
 
 def test_bytes_that_were_not_predicted_are_found(monkeypatch):
     real = FullView.layer_bytes

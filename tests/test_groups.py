@@ -52,6 +52,26 @@ def test_without_debug_swapped_batches_are_never_believed():
     with pytest.raises(WaitTimeout, match=r"rank \d waited 1 s for rank \d in main#0 .*digest=0x"):
         run_ranks(rf.swapped_batches, 2, timeout=1)
 
+def test_a_broadcast_fills_what_was_poisoned_in_processes_and_in_threads():
+    ranks = run_ranks(rf.spread, 3, timeout=20)
+    assert [r["wrong"] for r in ranks] == [[], [], []]
+    assert [(r["received"], r["prefetch"]) for r in ranks] == [rf.spread_bytes(r, 3) for r in range(3)]
+    assert all(r["lines"] == ranks[0]["lines"] for r in ranks)
+    assert ranks == run_ranks(rf.spread, 3, backend="local")
+
+def test_debug_names_every_difference_in_a_broadcast():
+    kinds = tuple(rf.SOURCES)
+    ranks = run_ranks(rf.differ_in_source, 3, kinds, debug=True, timeout=20)
+    assert ranks[0] == ranks[1] == ranks[2]
+    for kind, said in zip(kinds, ranks[0]):
+        a, b = said.removesuffix(" [ranks=(0, 1)]").split(", but ")
+        assert a.startswith("rank 0 issued main#") and "broadcast(" in a and "src=2" in a, (kind, said)
+        assert a.removeprefix("rank 0 ") != b.removeprefix("rank 1 "), kind
+
+def test_without_debug_a_broadcast_for_another_batch_is_never_believed():
+    with pytest.raises(WaitTimeout, match=r"rank \d waited 1 s for rank \d in main#0 broadcast.*digest=0x"):
+        run_ranks(rf.swapped_sources, 2, timeout=1)
+
 def test_rank_and_size_are_those_of_the_worlds_own_groups():
     for r, got in enumerate(run_ranks(rf.grid, 4, timeout=20)):
         assert got == {"rank": r // 2, "size": 2, "got": [r % 2, r % 2 + 2], "received": {-1: 8},
@@ -101,7 +121,7 @@ def test_nccl_is_refused_in_the_ranks():
 
 @pytest.mark.cuda
 def test_ranks_share_a_gpu_through_pinned_memory():
-    assert run_ranks(rf.staged, 2) == [["cuda", [1.0, 2.0]]] * 2
+    assert run_ranks(rf.staged, 2) == [["cuda", [1.0, 2.0], 2.0]] * 2
 
 SCRIPT = """
 import torch, cpkv.groups

@@ -23,10 +23,17 @@ def test_a_healthy_world(seed):
     assert all(r["received"] == rf.predicted(3) for r in ranks)
     assert all((r["threads"], r["backend"], r["control"]) == (1, "local", 0) for r in ranks)
 
+@pytest.mark.parametrize("R,seed", [(2, 0), (3, 1), (5, 0)])
+def test_a_broadcast_fills_what_was_poisoned(R, seed):
+    ranks = run_local_seeded(rf.spread, R, seed)
+    assert [r["wrong"] for r in ranks] == [[]] * R
+    assert all(r["lines"] == ranks[0]["lines"] for r in ranks)
+    assert [(r["received"], r["prefetch"]) for r in ranks] == [rf.spread_bytes(r, R) for r in range(R)]
+
 def run_local_seeded(fn, size, seed, *args):
     return run_local(fn, size, *args, seed=seed, timeout=20)
 
-acts = st.sampled_from(["main", "prefetch", "agree", "wait"])
+acts = st.sampled_from(["main", "prefetch", "spread", "agree", "wait"])
 steps = st.lists(st.tuples(acts, st.integers(0, 3)), max_size=12)
 
 def play(peers, program, log=None):
@@ -35,6 +42,9 @@ def play(peers, program, log=None):
     for what, n in program:
         if log is not None: log.append(peers.rank)
         if what == "agree": seen.append(world.agreed_max([n * world.rank, -n]))
+        elif what == "spread":
+            x, out = torch.full((n,), world.rank), torch.full((n,), -1)
+            flying.append(world.broadcast(x, src=n % world.size, layer=n, out=out))
         elif what == "wait" and flying: seen.append(flying.pop(n % len(flying)).wait().tolist())
         elif what != "wait":
             flying.append(world.all_gather(torch.full((n,), world.rank), lane=what, layer=n))
@@ -43,9 +53,12 @@ def play(peers, program, log=None):
 @given(steps, st.integers(2, 5), st.integers(1, 1000))
 def test_results_and_ledgers_do_not_depend_on_the_schedule(program, R, seed):
     a, b = run_local(play, R, program), run_local_seeded(play, R, seed, program)
-    assert a == b and all(r == a[0] for r in a)
-    for e in a[0][1]:
-        assert e.received_bytes == (0 if e.lane == "control" else (R - 1) * 8 * e.layer)
+    assert a == b and all(seen == a[0][0] for seen, _ in a)
+    for rank, (_, entries) in enumerate(a):
+        assert list(map(str, entries)) == list(map(str, a[0][1]))
+        for e in entries:
+            parts = {"all_gather": R - 1, "broadcast": rank != e.layer % R}.get(e.op, 0)
+            assert e.received_bytes == parts * 8 * e.layer
 
 def test_seeds_explore_schedules_and_repeat():
     program = [("main", 1), ("agree", 1), ("wait", 0)] * 4
@@ -73,6 +86,20 @@ def test_a_deadlock_names_what_each_rank_waits_for(kind, seed):
     for r in (0, 2):
         assert f"rank {r} waits for main#0 all_gather(tag='latent', layer=3" in str(e.value)
     assert gone()
+
+@pytest.mark.parametrize("kind", rf.SOURCES)
+def test_another_broadcast_is_named_with_both_entries(kind):
+    with pytest.raises(OrderError, match="rank 0 issued main#0 broadcast.*src=2.*, but rank 1 issued ") as e:
+        run_local(lambda p: rf.differ_in_source(p, (kind,)) and p.barrier(), 3)
+    a, b = str(e.value).split(" [ranks")[0].split(", but ")
+    assert a.removeprefix("rank 0 ") != b.removeprefix("rank 1 ") and gone()
+
+def test_a_source_that_never_sends_is_a_sentence():
+    def late(peers):
+        world = peers.world()
+        if world.rank != 1: world.broadcast(torch.zeros(2), src=1, tag="view").wait()
+    with pytest.raises(OrderError, match="rank 0 waits for main#0 broadcast.*src=1.*of rank 1; rank 1 has ended"):
+        run_local(late, 3)
 
 def test_two_batches_swapped_on_one_rank_are_caught():
     with pytest.raises(OrderError, match="digest=0xb.*digest=0x16"):
@@ -184,6 +211,12 @@ def test_what_is_sent_is_what_it_was_when_sent():
         x.fill_(99)
         return h.wait()[:, 0].tolist()
     assert run_local(reuse, 3) == [[0, 1, 2]] * 3
+    def spread(peers):
+        x = torch.full((3,), peers.rank)
+        h = peers.world().broadcast(x, src=1)
+        x.fill_(99)
+        return h.wait().tolist()
+    assert run_local(spread, 3) == [[1, 1, 1]] * 3
 
 def test_one_rank_is_solo_and_many_ranks_fit():
     assert run_local(lambda p: p.world().backend, 1) == ["solo"]

@@ -9,8 +9,9 @@ from hypothesis import given, strategies as st
 from cpkv.laws import CapacityError, InputError, PageIdError
 from cpkv.layout import PageLayout
 from cpkv.ops.rows import RowFormat, gather_rows, store_rows
-from cpkv.pool import (FORMATS, Buffer, PayloadDims, Pool, build_buffers, decode_bf16, decode_fp32,
-                       encode_bf16, encode_fp32, format_of, pool_tokens, rank_bytes, token_bytes)
+from cpkv.pool import (FORMATS, POISON, Buffer, PayloadDims, Pool, build_buffers, decode_bf16,
+                       decode_fp32, encode_bf16, encode_fp32, format_of, pool_tokens, rank_bytes,
+                       token_bytes)
 
 BITS = st.lists(st.integers(0, 2**32 - 1), min_size=1, max_size=40)
 GLM = PayloadDims(latent=512, rope=64, index=128)
@@ -112,6 +113,28 @@ def test_layers_without_an_indexer_keep_their_place():
     assert p.signature() != pool("fp32", has_index).signature()
     assert p.signature() != pool("bf16", has_index[::-1]).signature()
     assert p.signature() != pool("bf16", has_index, P=4).signature()
+
+
+@given(st.lists(st.tuples(st.booleans(), st.booleans()), min_size=1, max_size=6))
+def test_layers_of_another_rank_keep_their_place_and_take_no_memory(layers):
+    has_index, holds = zip(*layers)
+    p, whole = (Pool(PageLayout(cp_size=1, page_size=3), has_index=has_index, dims=TINY, holds=h,
+                     format=format_of("bf16"), local_pages=4) for h in (holds, None))
+    assert whole.holds == (True,) * len(layers) and p.holds == holds and p.has_index == has_index
+    assert [(b.component, b.layer, b.fmt) for b in p.buffers] == \
+           [(b.component, b.layer, b.fmt) for b in whole.buffers]
+    assert [len(b.pages) for b in p.latent] == [4 * h for h in holds]
+    assert [len(b.pages) for b in p.index] == [4 * (h and i) for i, h in layers]
+    assert p.num_bytes() == sum(b.pages.numel() for b in p.buffers)
+    p.poison(range(4))
+    assert all((b.pages == POISON).all() for b in p.buffers)
+    assert (p.signature() == whole.signature()) == all(holds)
+
+def test_holds_has_a_flag_a_layer():
+    for holds in ((), (True,), (True,) * 4):
+        with pytest.raises(InputError, match="a flag a layer"):
+            build_buffers(PageLayout(cp_size=1, page_size=3), has_index=(True,) * 3, dims=TINY,
+                          format=format_of("bf16"), local_pages=4, holds=holds)
 
 
 def test_one_function_makes_the_list():

@@ -1,4 +1,5 @@
 """Laws of evidence where it is used: same bits with it, a proof from a real run, faults that it shows"""
+import dataclasses
 import json
 
 import numpy as np
@@ -11,7 +12,7 @@ from cpkv.demo import run_demo
 from cpkv.engine import Engine, EngineConfig, generate
 from cpkv.evidence import STAGES, Marks
 from cpkv.inspect import inspect_trace
-from cpkv.laws import ConservationError, OrderError
+from cpkv.laws import ConservationError, PageIdError, OrderError
 from cpkv.launch import run_ranks
 from cpkv.model import TINY, Model, parse_config, random_weights
 from cpkv.ops.table import REF
@@ -24,12 +25,12 @@ def demo(backend, monkeypatch, debug):
     return run_demo(text=TEXT, cp=2, num_output=3, backend=backend, timeout=60,
                     engine=dict(page_size=16, chunk=256))
 
-def engine_of(peers):
+def engine_of(peers, sizes=SIZES):
     config, world = parse_config(TINY), peers.world()
-    return Engine(world, Model(config, random_weights(config, 0), peers.marks.ops(REF)), SIZES)
+    return Engine(world, Model(config, random_weights(config, 0), peers.marks.ops(REF)), sizes)
 
-def prefill(peers, num_tokens=200):
-    engine = engine_of(peers)
+def prefill(peers, num_tokens=200, sizes=SIZES):
+    engine = engine_of(peers, sizes)
     return generate(engine, 0, np.arange(num_tokens) % 250, 2)[0]
 
 def broken(peers):
@@ -66,16 +67,25 @@ def test_a_law_error_brings_the_events_home(backend, debug):
     assert len(events) == events[-1]["seq"] + 1 > 10 and {v["rank"] for v in events} == {1}
     assert any("last events of rank 1" in n for n in e.value.__notes__)
 
-def test_an_owner_filter_that_leaks_is_found(monkeypatch, tmp_path):
-    path, real = tmp_path/"t.jsonl", cpkv.reader.owned_rows
+@pytest.mark.parametrize("placement", ["cyclic", "compute_owner"])
+def test_a_store_list_that_leaks_is_found(monkeypatch, tmp_path, placement):
+    "The owner filter's, or the one of direct writes"
+    path, name = tmp_path/"t.jsonl", dict(cyclic="owned_rows", compute_owner="direct_rows")[placement]
+    real = getattr(cpkv.reader, name)
     def leaky(plan):
         "Rank 1 stores a row of rank 0 in the place of its first own"
         src, loc = real(plan)
-        others = np.setdiff1d(plan.order, src)
-        if plan.rank == 1 and len(others) and len(src): src = np.append(others[:1], src[1:])
+        mine = src + plan.rank * plan.split.max_rows * (placement == "compute_owner")
+        others = np.setdiff1d(plan.order, mine)
+        if plan.rank == 1 and len(others) and len(src):
+            src = np.append(others[:1] - (mine[0] - src[0]), src[1:])
         return src, loc
-    monkeypatch.setattr(cpkv.reader, "owned_rows", leaky)
-    run_ranks(prefill, 2, backend="local", env=[{"CPKV_DEBUG": f"trace:{path}"}] * 2)
+    monkeypatch.setattr(cpkv.reader, name, leaky)
+    if placement == "compute_owner":             # its rows are the rank's own, so a stray one lies outside
+        with pytest.raises(PageIdError): run_ranks(prefill, 2, backend="local")
+        return
+    sizes = dataclasses.replace(SIZES, placement=placement)
+    run_ranks(prefill, 2, 200, sizes, backend="local", env=[{"CPKV_DEBUG": f"trace:{path}"}] * 2)
     r = inspect_trace(path)
     assert not r["ok"] and any("of latent has two writers" in f for f in r["faults"])
     assert any("owner 1 has pages of others" in f for f in r["faults"])
@@ -84,7 +94,7 @@ def test_a_replicated_reader_is_not_sharded(tmp_path):
     def run(peers):
         world, config = peers.world(), parse_config(TINY)
         sizes = EngineConfig(page_size=16, chunk=128, device_tokens=640, max_tokens=640,
-                             reader="replicated")
+                             reader="replicated", placement="cyclic")
         engine = Engine(world, Model(config, random_weights(config, 0), REF), sizes)
         generate(engine, 0, np.arange(100), 2)
     path = tmp_path/"t.jsonl"

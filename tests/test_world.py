@@ -17,7 +17,8 @@ entries = st.builds(Entry, lane=st.sampled_from(W.LANES),
                     layer=st.integers(-1, 2),
                     shape=st.sampled_from([(), (0,), (2,), (2, 3), (23,)]),
                     dtype=st.sampled_from(["", "uint8"]), digest=st.integers(0, 2),
-                    received_bytes=st.integers(0, 9), seq=st.integers(0, 2))
+                    received_bytes=st.integers(0, 9), seq=st.integers(0, 2),
+                    src=st.integers(-1, 2))
 
 @given(entries, entries)
 def test_text_of_an_entry_holds_all_that_must_agree(a, b):
@@ -126,8 +127,19 @@ def test_start_agrees_with_itself_in_one_collective():
 def test_a_buffer_that_does_not_fit_is_refused_before_the_ledger(bad):
     w, x = Solo(), torch.zeros(3)
     with pytest.raises(ValueError, match="out must be"): w.all_gather(x, out=bad)
+    with pytest.raises(ValueError, match="out must be"): w.broadcast(x, src=0, out=bad.int())
     with pytest.raises(ValueError, match="lane"): w.all_gather(x, lane="mian")
+    with pytest.raises(ValueError, match="lane"): w.broadcast(x, src=0, lane="mian")
+    for src in (-1, 1):
+        with pytest.raises(ValueError, match="src must be"): w.broadcast(x, src=src)
     assert not w.ledger.entries and not w.pending
+
+def test_solo_broadcasts_to_itself():
+    w, x, out = Solo(), torch.arange(3), torch.full((3,), -1)
+    h = w.broadcast(x, src=0, layer=2, out=out)
+    x.zero_()
+    assert h.wait() is out and out.tolist() == [0, 1, 2] and w.ledger.received() == {2: 0}
+    assert [(e.op, e.src, e.shape) for e in w.ledger.entries] == [("broadcast", 0, (3,))]
 
 def test_solo_gathers_a_copy():
     w, x = Solo(), torch.arange(3)
