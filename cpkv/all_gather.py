@@ -282,7 +282,8 @@ def _digest(plan: ForwardPlan) -> int:
                                             for e, t in zip(s.extends, plan.page_tables)])
     h.update(repr(facts).encode())
     for a in (s.bounds, s.index, s.start, s.size, *plan.tables): h.update(a.tobytes())
-    crc = zlib.crc32(plan.new_tokens.astype(np.int32).tobytes())
+    read = [t[e.start:e.stop + 1] for t, e in zip(plan.tokens, s.extends)]  # a draft's too
+    crc = zlib.crc32(np.concatenate([np.zeros(0, np.int32), *read]).astype(np.int32).tobytes())
     h.update(crc.to_bytes(4, "little"))
     return int.from_bytes(h.digest(), "little") >> 1
 

@@ -48,6 +48,8 @@ from .layout import PageLayout
 from .measure import bytes_text
 from .model import (TINY, Model, ModelConfig, load_checkpoint, parse_config, random_weights,
                         save_checkpoint)
+from .mtp import Draft, brings_draft, load_draft
+from .nextn import draft_config, load_nextn, random_nextn
 from .ops.table import REF
 from .pool import format_of, rank_bytes, token_bytes
 from .world import Peers, Solo, World
@@ -88,6 +90,7 @@ class Job:
     "What every process of the main job knows"
     checkpoint: str         # directory
     layers: int | None      # only the first so many, or all
+    draft_layers: int       # 1 if the checkpoint brings a draft
     cp: int                 # prefill ranks
     engine: EngineConfig    # sizes of the prefill side
     text: bytes             # the document
@@ -113,8 +116,9 @@ def run_role(peers: Peers, job: Job) -> list[dict[str, Any]]:
     config, weights = load_checkpoint(Path(job.checkpoint), job.layers)
     peers.trace.role = role_of(peers.rank, job.cp)
     model, world = Model(config, weights, peers.marks.ops(REF)), peers.world(job.cp)
-    if world is not None: return _prefill(peers, world, model, job)
-    return (_decode if peers.rank == job.cp else _oracle)(peers, model, job)
+    draft = load_draft(Path(job.checkpoint), model, job.layers)
+    if world is not None: return _prefill(peers, Engine(world, model, job.engine, draft=draft), job)
+    return (_decode if peers.rank == job.cp else _oracle)(peers, model, draft, job)
 
 def _start(peers: Peers, job: Job, engine: Engine) -> None:
     "Nobody begins before all peers have the same configuration, versions and buffers"
@@ -126,15 +130,15 @@ def _start(peers: Peers, job: Job, engine: Engine) -> None:
     peers.check_start(facts | pool_facts(engine.pool))
 
 # %% ../nbs/17b_demo.ipynb #97c564a9
-def _prefill(peers: Peers, world: World, model: Model, job: Job) -> list[dict[str, Any]]:
-    engine, turns, tokens = Engine(world, model, job.engine), [], first_prompt(job)
+def _prefill(peers: Peers, engine: Engine, job: Job) -> list[dict[str, Any]]:
+    world, turns, tokens = engine.world, [], first_prompt(job)
     _start(peers, job, engine)
     for turn in range(job.turns):
         mark, r = world.ledger.mark(), engine.begin(turn, tokens)
         engine.predicted.clear()
         logits = _all_chunks(engine, r, job)
         received, predicted = world.ledger.since(mark).received(), engine.predicted
-        layers = range(len(model.layers))
+        layers = range(len(engine.pool.has_index))
         turns.append(dict(
             prompt=len(tokens), cached=r.cached, logits=logits,
             received=[received.get(n, 0) for n in layers], output_bytes=received.get(-1, 0),
@@ -183,16 +187,16 @@ def _say(turn: int, done: int, total: int) -> None:
     sys.stderr.flush()
 
 # %% ../nbs/17b_demo.ipynb #498e89a1
-def _alone(model: Model, job: Job, chunk: int, **more: Any) -> Engine:
+def _alone(model: Model, draft: Draft | None, job: Job, chunk: int, **more: Any) -> Engine:
     "An ordinary engine with room for the conversation"
     e, P = job.engine, job.engine.page_size
     tokens = -(-e.max_tokens // P) * P
     return Engine(Solo(**more), model, EngineConfig(
         page_size=P, chunk=chunk, format=e.format, device_tokens=tokens, max_tokens=tokens,
-        reader="replicated", namespace=e.namespace))
+        reader="replicated", namespace=e.namespace), draft=draft)
 
-def _decode(peers: Peers, model: Model, job: Job) -> list[dict[str, Any]]:
-    engine = _alone(model, job, job.engine.page_size, trace=peers.trace)
+def _decode(peers: Peers, model: Model, draft: Draft | None, job: Job) -> list[dict[str, Any]]:
+    engine = _alone(model, draft, job, job.engine.page_size, trace=peers.trace)
     turns, tokens = [], first_prompt(job)
     _start(peers, job, engine)
     for _ in range(job.turns):
@@ -209,10 +213,10 @@ def _decode(peers: Peers, model: Model, job: Job) -> list[dict[str, Any]]:
     return turns
 
 # %% ../nbs/17b_demo.ipynb #8e83fbeb
-def _oracle(peers: Peers, model: Model, job: Job) -> list[dict[str, Any]]:
+def _oracle(peers: Peers, model: Model, draft: Draft | None, job: Job) -> list[dict[str, Any]]:
     turns, tokens, leaked = [], first_prompt(job), 0
     for turn in range(job.turns):
-        engine = _alone(model, job, job.engine.max_tokens, trace=peers.trace)
+        engine = _alone(model, draft, job, job.engine.max_tokens, trace=peers.trace)
         if turn == 0: _start(peers, job, engine)
         r = engine.begin(turn, tokens)
         first = engine.prefill(r)
@@ -288,10 +292,11 @@ def memory_bytes() -> int | None:
         limits.append(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
     return min(limits, default=None)
 
-def pools_bytes(config: ModelConfig, cp: int, engine: EngineConfig) -> int:
+def pools_bytes(config: ModelConfig, has_index: Sequence[bool], cp: int,
+                engine: EngineConfig) -> int:
     "Bytes of the pools of all processes: `cp` shards, and two whole ones"
     fmt, total = format_of(engine.format), 0
-    one = sum(token_bytes(config.payload_dims, fmt, config.has_index).values())
+    one = sum(token_bytes(config.payload_dims, fmt, has_index).values())
     for ranks, copies, tokens in ((cp, cp, engine.device_tokens), (1, 2, engine.max_tokens)):
         layout = PageLayout(cp_size=ranks, page_size=engine.page_size)
         total += copies * rank_bytes(layout, -(-layout.num_pages(tokens) // ranks) + 1, one)
@@ -299,23 +304,30 @@ def pools_bytes(config: ModelConfig, cp: int, engine: EngineConfig) -> int:
 
 PROCESS_BYTES = 64 << 20  # about what a process needs beside its pool
 
-def check_memory(config: ModelConfig, cp: int, engine: EngineConfig) -> None:
+def check_memory(config: ModelConfig, has_index: Sequence[bool], cp: int,
+                 engine: EngineConfig) -> None:
     "Refuse what this machine cannot hold"
-    have, need = memory_bytes(), pools_bytes(config, cp, engine) + (cp + 2) * PROCESS_BYTES
+    pools, have = pools_bytes(config, has_index, cp, engine), memory_bytes()
+    need = pools + (cp + 2) * PROCESS_BYTES
     if have is not None and need > have:
         raise CapacityError(f"pools and processes need {bytes_text(need)}, but this machine has "
                             f"{bytes_text(have)}", cp=cp, device_tokens=engine.device_tokens)
 
 # %% ../nbs/17b_demo.ipynb #6977242c
-def find_model(folder: str, model: str | None, seed: int, layers: int | None) -> ModelConfig:
+def find_model(folder: str, model: str | None, seed: int, layers: int | None
+              ) -> tuple[ModelConfig, tuple[bool, ...]]:  # and the indexers of its pool's layers
     "Config of a checkpoint that was read to its end, or of a tiny one written to `folder`"
-    if model is not None: config, _ = load_checkpoint(Path(model), layers)
-    else:
-        config, whole = parse_config(TINY, layers), parse_config(TINY)
-        save_checkpoint(Path(folder), TINY, random_weights(whole, seed))
+    if model is None:
+        whole = parse_config(TINY)
+        save_checkpoint(Path(folder), TINY | dict(num_nextn_predict_layers=1),
+                        random_weights(whole, seed) | random_nextn(whole, seed))
+    at = Path(folder if model is None else model)
+    config, _ = load_checkpoint(at, layers)
     if config.vocab_size < 256:
         raise InputError("bytes are tokens: the vocabulary needs 256", vocab=config.vocab_size)
-    return config
+    if not brings_draft(at): return config, config.has_index
+    load_nextn(at, layers)
+    return config, draft_config(config).has_index
 
 def prepare(
     folder: str,  # for a tiny checkpoint
@@ -326,8 +338,8 @@ def prepare(
     "A job whose sizes fit, or a refusal before anything starts"
     for name, n in (("cp", cp), ("text", len(text)), ("turns", turns), ("num_output", num_output)):
         if n < 1: raise InputError(f"{name} must be at least 1", **{name: n})
-    config, sizes = find_model(folder, model, seed, layers), EngineConfig(**engine)
-    if not all(READERS[sizes.reader].holds(config.num_hidden_layers, cp, 0)):
+    (config, has_index), sizes = find_model(folder, model, seed, layers), EngineConfig(**engine)
+    if not all(READERS[sizes.reader].holds(len(has_index), cp, 0)):
         raise ConfigError("a handoff needs every layer of a page on its owner: choose another "
                           "reader", reader=sizes.reader, cp=cp)
     check_choice(sizes.split, sizes.placement, READERS[sizes.reader].shards(cp), cp)
@@ -339,9 +351,9 @@ def prepare(
     name = f"{model or f'tiny, seed {seed}'}, {config.num_hidden_layers} layers"
     sizes = replace(sizes, chunk=min(sizes.chunk, most), device_tokens=room, max_tokens=most,
                     namespace=name)
-    check_memory(config, cp, sizes)
+    check_memory(config, has_index, cp, sizes)
     return Job(checkpoint=model or folder, layers=config.num_hidden_layers, cp=cp, engine=sizes,
-               text=text, turns=turns, num_output=num_output, **more)
+               draft_layers=len(has_index) - config.num_hidden_layers, text=text, turns=turns, num_output=num_output, **more)
 
 # %% ../nbs/17b_demo.ipynb #3324a53c
 def wait_seconds(num_tokens: int) -> float:
@@ -390,5 +402,5 @@ def report(job: Job, answers: Sequence[list[dict[str, Any]]]) -> dict[str, Any]:
         replicated_bytes_per_rank=[prefill[0][-1]["whole"]] * job.cp, leaked_pages=leaked, transport="plain",
         handoff_pages=sum(t["handoff_pages"] for t in turns),
         handoff_bytes=sum(t["handoff_bytes"] for t in turns),
-        device_tokens=job.engine.device_tokens, layers=job.layers,
+        device_tokens=job.engine.device_tokens, layers=job.layers, draft_layers=job.draft_layers,
         text_sha256=hashlib.sha256(job.text).hexdigest())

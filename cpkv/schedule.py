@@ -21,6 +21,7 @@ __all__ = ['Want', 'Running', 'Scheduler']
 import zlib
 from collections import deque
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 import torch
@@ -96,8 +97,8 @@ class Scheduler:
         self._admit()
         batch, ready = self._fit(self._pick())
         if not batch: return self._ended()
-        computed = self.engine.run(ready, captures=[run.want.captures for run, _ in batch])
-        self._collect(batch, computed)
+        captures = [run.want.captures for run, _ in batch]
+        self._collect(batch, self.engine.run(ready, captures, partial(self._choose, batch)))
         return self._ended()
 
     def run(self) -> dict[int, Running]:
@@ -169,18 +170,22 @@ class Scheduler:
         self.failed.append(run)
 
     def _collect(self, batch: list[tuple[Running, int]], computed: list[Computed]) -> None:
-        "Sample, agree, and hand out what was captured"
-        ends = [(run, c.logits) for (run, _), c in zip(batch, computed) if c.logits is not None]
-        ids = sample([logits for _, logits in ends], [run.want.sampling for run, _ in ends],
-                     [run.r.request for run, _ in ends], [len(run.r.tokens) for run, _ in ends])
-        if ends: self._agree(ids)
+        "Hand out what was sampled and captured"
         for (run, stop), c in zip(batch, computed):
             if c.hidden is not None: self._capture(run, stop, c.hidden)
-        for (run, logits), token in zip(ends, ids):
-            run.logprobs.append(float(logprobs_of(logits[None], torch.tensor([token]))[0]))
-            run.output.append(token)
+            if c.token is None: continue
+            run.logprobs.append(float(logprobs_of(c.logits[None], torch.tensor([c.token]))[0]))
+            run.output.append(c.token)
             self.engine.publish(run.r)
-            if not run.is_done: run.r.tokens = np.append(run.r.tokens, np.int32(token))
+            if not run.is_done: run.r.tokens = np.append(run.r.tokens, np.int32(c.token))
+
+    def _choose(self, batch: list[tuple[Running, int]], logits: list[torch.Tensor]) -> list[int]:
+        "Sample for each request that reached its end, and agree"
+        ends = [run for run, stop in batch if stop == len(run.r.tokens)]
+        ids = sample(logits, [run.want.sampling for run in ends],
+                     [run.r.request for run in ends], [len(run.r.tokens) for run in ends])
+        if ends: self._agree(ids)
+        return ids
 
     def _agree(self, ids: list[int]) -> None:
         "Every rank has sampled the same"

@@ -19,8 +19,8 @@ from cpkv.shared_kv import FullView
 
 TEXT = shipped_text()
 LATENT, INDEX = (32 + 16) * 4, 32 * 4                # bytes of a row of the tiny model in fp32
-HAS_INDEX = (True, True, False, True)
-ONE_TOKEN = 4 * LATENT + 3 * INDEX
+HAS_INDEX = (True, True, False, True, True)          # the last is the draft's
+ONE_TOKEN = 5 * LATENT + 4 * INDEX
 
 
 @functools.cache
@@ -75,11 +75,12 @@ def most_rows(n, R):
     part = [n // (2 * R) + (i < n % (2 * R)) for i in range(2 * R)]
     return max(part[r] + part[2 * R - 1 - r] for r in range(R))
 
-def received(start, stop, chunk, P, R, row_bytes, reader):
+def received(start, stop, chunk, P, R, row_bytes, reader, drafts):
     "Closed form of one layer: each chunk's rows, then the pages of history, in Phase 2 of the chunk too"
     total = 0
     for a, b in chunks_of(start, stop, chunk, P):
         pages = -(-(a if reader == "chunk_reuse" else b) // P)
+        if drafts and b < stop: pages = 0    # a draft attends in the last chunk alone
         total += (R - 1) * (most_rows(b - a, R) + -(-pages // R) * P) * row_bytes
     return total             # pages are dealt round: the busiest owner has the most of them
 
@@ -94,10 +95,11 @@ def test_bytes_equal_the_closed_form(way, reader):
     cp, page_size, chunk = way
     r = short(cp, page_size, chunk, reader=reader, split="zigzag", placement="cyclic")
     assert r["ok"]
-    if cp == 1: assert r["turns"][0]["received_bytes"] == [[0] * 4]
+    if cp == 1: assert r["turns"][0]["received_bytes"] == [[0] * 5]
     for t in r["turns"]:
         start, stop = t["cached_tokens"], t["prompt_tokens"]
-        want = [received(start, stop, chunk, page_size, cp, LATENT + INDEX * i, reader) for i in HAS_INDEX]
+        want = [received(start, stop, chunk, page_size, cp, LATENT + INDEX * i, reader, n == 4)
+                for n, i in enumerate(HAS_INDEX)]
         assert t["received_bytes"] == t["predicted_bytes"] == [want] * cp
         assert t["output_bytes"] == t["predicted_output_bytes"] == [(cp - 1) * 64 * 4] * cp
     assert cp == 1 or min(want) > 0
@@ -106,7 +108,7 @@ def test_bytes_equal_the_closed_form(way, reader):
 def test_numbers_of_a_turn_add_up(cp, page_size, chunk):
     r = short(cp, page_size, chunk)
     prompts = [100 + 65, 100 + 2 * 65 + 3]
-    for t, prompt, known in zip(r["turns"], prompts, [0, prompts[0]]):
+    for t, prompt, known in zip(r["turns"], prompts, [0, prompts[0] - 1]):  # pairs are one fewer
         pages = -(-prompt // page_size)
         assert t["prompt_tokens"] == prompt == t["cached_tokens"] + t["computed_tokens"]
         assert t["cached_tokens"] == t["cached_device"] + t["cached_host"]
@@ -139,7 +141,7 @@ def test_a_checkpoint_gives_what_its_weights_gave(tmp_path):
     same = run_demo(text=TEXT[:100], model=str(tmp_path), num_output=3, backend="local")
     assert same["ok"] and said(same) == said(short(2, format="fp8_packed"))
     two = run_demo(text=TEXT[:90], model=str(tmp_path), layers=2, num_output=2, backend="local")
-    assert two["ok"] and two["layers"] == 2 and len(two["turns"][0]["received_bytes"][0]) == 2
+    assert two["ok"] and two["layers"] == 2 and len(two["turns"][0]["received_bytes"][0]) == 2 + 1
 
 
 @pytest.mark.parametrize("cp", [2, 3])
@@ -226,8 +228,8 @@ def test_ranks_that_sample_another_token_hand_nothing_over(monkeypatch):
 
 def test_another_word_is_found(monkeypatch):
     real = demo._oracle
-    def oracle(peers, model, job):
-        turns = real(peers, model, job)
+    def oracle(peers, *args):
+        turns = real(peers, *args)
         turns[1]["output"][-1] ^= 1
         return turns
     monkeypatch.setattr(demo, "_oracle", oracle)
@@ -283,9 +285,10 @@ def test_memory_is_counted_as_it_is_taken(tmp_path):
     from cpkv.world import Solo
     class Three(Solo): size = property(lambda self: 3, lambda self, n: None)
     class Any: config, ops = parse_config(TINY), None
-    shard = Engine(Three(), Any(), job.engine).pool.num_bytes()
-    whole = demo._alone(Any(), job, 16).pool.num_bytes()
-    assert pools_bytes(parse_config(TINY), 3, job.engine) == 3 * shard + 2 * whole
+    class Two: has_index, pairs = HAS_INDEX, True
+    shard = Engine(Three(), Any(), job.engine, draft=Two()).pool.num_bytes()
+    whole = demo._alone(Any(), Two(), job, 16).pool.num_bytes()
+    assert pools_bytes(parse_config(TINY), HAS_INDEX, 3, job.engine) == 3 * shard + 2 * whole
     assert memory_bytes() > 2 * PROCESS_BYTES
 
 def test_a_chunk_larger_than_the_conversation_costs_no_scratch(tmp_path):
@@ -318,7 +321,7 @@ def test_debug_on_every_rank_changes_nothing():
     assert said(faulty(env=[{"CPKV_DEBUG": "1"}] * 4)) == said(faulty())
 
 def test_an_error_of_a_role_names_it(monkeypatch):
-    def decode(peers, model, job):
+    def decode(peers, *args):
         raise CpkvError(f"rank {peers.rank} has had enough", rank=peers.rank)
     monkeypatch.setattr(demo, "_decode", decode)
     with pytest.raises(CpkvError, match=r"rank 2 \(decode\) has had enough") as e: faulty()
@@ -338,6 +341,6 @@ def test_two_processes_and_no_folder_left(monkeypatch, tmp_path):
 
 def test_engine_defaults_are_those_of_the_command_line():
     from cpkv.cli import OPTIONS
-    defaults = {o.key: o.default for o in OPTIONS}
+    defaults = {o.key: o.default for o in OPTIONS if o.command == "demo"}
     for key in ("page_size", "chunk", "format"): assert getattr(EngineConfig(), key) == defaults[key]
     assert torch.get_num_threads() == 1

@@ -31,6 +31,7 @@ every_reader = pytest.mark.parametrize("reader", sorted(READERS))
 
 
 def engine_of(world, chunk=1000, **more):
+    more = dict(placement="cyclic" if more.get("reader") == "replicated" else "compute_owner") | more
     sizes = EngineConfig(page_size=4, chunk=chunk, device_tokens=256, max_tokens=256, **more)
     return Engine(world, MODEL, sizes)
 
@@ -62,12 +63,13 @@ def test_tests_that_are_named_exist(row):
 
 
 def owners(peers, chunk):
-    engine = engine_of(peers.world(), chunk)
+    engine = engine_of(peers.world(), chunk, placement="cyclic")
     r = engine.begin(0, TEXT[:70])
     engine.prefill(r)
     return engine.layout.owner_of_page(r.pages).tolist()
 
 def test_owners_stay_when_a_prompt_is_chunked():
+    "Dealt round, an owner is a place in the chain; by computing rank it follows the chunks, and stays once dealt"
     want = local(owners, 3, 1000)
     assert len(want[0]) == 18 and len(set(want[0])) == 3
     for chunk in (3, 8, 33): assert local(owners, 3, chunk) == want

@@ -14,6 +14,7 @@ from cpkv.all_gather import (SPLITS, Extend, ForwardPlan, interleave_split, owne
                              zigzag_split)
 from cpkv.alloc import Holder, PageAllocator, cyclic_classes
 from cpkv.cli import MOST, OPTIONS, make_parser, parse
+from cpkv.compute_owner import SPLITTERS
 from cpkv.engine import Computed, Engine, EngineConfig, generate, greedy
 from cpkv.handoff import pack_pages, page_digests, place_pages, recv_pages, send_pages, send_plan
 from cpkv.laws import CapacityError, ConfigError, InputError, OrderError, PageIdError
@@ -34,10 +35,10 @@ CONFIG = parse_config(TINY, layers=2)
 MODEL = Model(CONFIG, random_weights(CONFIG, seed=1), REF)
 FLAT = Model(parse_config(TINY, layers=1), random_weights(parse_config(TINY, layers=1), seed=1), REF)
 TEXT = np.random.default_rng(7).integers(1, 256, 320)  # no token is 0: that is what padding has
-WAYS = [(reader, split) for reader in sorted(READERS) for split in sorted(SPLITS)]
+WAYS = [(reader, split) for reader in sorted(READERS) for split in sorted(SPLITTERS)]
 every_way = pytest.mark.parametrize("reader,split", WAYS, ids=map("-".join, WAYS))
-SOME = [(sorted(READERS)[i % len(READERS)], sorted(SPLITS)[i % len(SPLITS)])  # each reader, each split
-        for i in range(max(len(READERS), len(SPLITS)))]
+SOME = [(sorted(READERS)[i % len(READERS)], sorted(SPLITTERS)[i % len(SPLITTERS)])  # each reader, each split
+        for i in range(max(len(READERS), len(SPLITTERS)))]
 RULES = {"zigzag": lambda P: zigzag_split, "interleave": lambda P: interleave_split,  # of a page size
          "page": lambda P: lambda ext, R: page_split(ext, R, P, [9] * R)}
 every_rule = pytest.mark.parametrize("rule", RULES)
@@ -48,8 +49,9 @@ def local(fn, ranks, *args, **kw):
     return run_ranks(fn, ranks, *args, backend="local", timeout=30, **kw)
 
 def engine_of(world, P=4, chunk=8, tokens=128, model=MODEL, format="fp32", **more):
-    sizes = dict(page_size=P, chunk=chunk, device_tokens=tokens, max_tokens=tokens, format=format)
-    engine = Engine(world, model, EngineConfig(**sizes | more))
+    sizes = dict(page_size=P, chunk=chunk, device_tokens=tokens, max_tokens=tokens, format=format) | more
+    owners = sizes.get("split", "page") == "page" and sizes.get("reader") != "replicated"
+    engine = Engine(world, model, EngineConfig(placement="compute_owner" if owners else "cyclic", **sizes))
     engine.pool.poison(range(engine.pool.local_pages))  # what nobody wrote is NaN
     return engine
 
@@ -349,15 +351,15 @@ def test_a_rank_with_nothing_to_do_runs_the_same_collectives():
 
 def five_waiting(peers, what):
     s = Scheduler(engine_of(peers.world(), P=1, tokens=32, chunk=16))
-    me, seen, real = peers.rank, [], s.engine.compute
+    me, seen, real = peers.rank, [], s.engine.run
     if what == "free": s.engine.alloc.take([[0, 1] * (13 - 2 * me)])  # 6 pages are free on rank 0, 10 on rank 1
     for i in (range(5) if what != "order" or me == 0 else range(4, -1, -1)):
         s.submit(i, TEXT[10 * i:10 * i + 3 + i], Want(max_new_tokens=2))
     if what == "id" and me: s.abort(3)
-    def spy(batch, captures=()):
-        seen.append([(r.request, stop) for r, stop in batch])
-        return real(batch, captures)
-    s.engine.compute = spy
+    def spy(ready, *more):
+        seen.append([(r.request, stop) for r, stop in ready.batch])
+        return real(ready, *more)
+    s.engine.run = spy
     s.run()
     return seen, s.engine.leaked_pages()
 
@@ -555,12 +557,12 @@ def test_the_split_of_cached_tokens_is_told_once_a_request():
     s.submit(999, TEXT[:9], Want(max_new_tokens=1))
     s.run()
     rng, steps, computed = np.random.default_rng(0), [0], []
-    real = s.engine.compute
-    def spy(batch, captures=()):
+    real = s.engine.run
+    def spy(ready, *more):
         steps[0] += 1
-        computed.append(sum(stop - r.computed for r, stop in batch))
-        return real(batch, captures)
-    s.engine.compute = spy
+        computed.append(sum(stop - r.computed for r, stop in ready.batch))
+        return real(ready, *more)
+    s.engine.run = spy
     runs = [s.submit(i, np.concatenate([TEXT[:8], [i + 1], rng.integers(0, 256, 23)]), Want(max_new_tokens=1))
             for i in range(100)]
     s.run()
@@ -627,13 +629,14 @@ def test_a_request_that_reaches_the_context_limit_leaves_its_neighbour_alone():
 
 def chunk_lengths(peers):
     s = Scheduler(engine_of(peers.world(), P=64, chunk=2048, tokens=16384))
-    seen, real = [], s.engine.compute
-    def spy(batch, captures=()):
-        seen.append([(r.request, stop - r.computed) for r, stop in batch])
-        return real(batch, captures)
-    def forward(plan):  # the model is not what this is about
-        return [Computed(torch.arange(256.) if last else None, None) for last in plan.samples]
-    s.engine.compute, s.engine._forward = spy, forward
+    seen, real = [], s.engine.run
+    def spy(ready, *more):
+        seen.append([(r.request, stop - r.computed) for r, stop in ready.batch])
+        return real(ready, *more)
+    def forward(plan, choose):  # the model is not what this is about
+        ids = iter(choose([torch.arange(256.) for last in plan.samples if last]))
+        return [Computed(torch.arange(256.), next(ids), None) if last else Computed(None, None, None) for last in plan.samples]
+    s.engine.run, s.engine._forward = spy, forward
     for i in range(2): s.submit(i, np.full(5000, 7 + i), Want(max_new_tokens=1))
     s.run()
     return seen
@@ -650,7 +653,7 @@ def test_a_chunk_is_tokens_of_a_step_over_all_ranks_and_requests(R):
 def test_an_option_is_taken_as_given_or_refused_aloud(option):
     "Report 86: no hidden floor, no rounding"
     for value in (-8192, -1, 0, 1, 2, 63, 64, 8191, 8192, MOST, MOST + 1):
-        try: _, _, config = parse(["demo", option.said, str(value)])
+        try: _, _, config = parse([option.command or "demo", option.said, str(value)])
         except InputError as e:
             assert option.said in str(e)
             assert option.later or (str(value) in str(e) and not option.least <= value <= MOST)
@@ -717,7 +720,7 @@ def names_of(path: Path) -> set[str]:
 
 KNOWN = {f"tests/{p.name}::{name}" for p in (ROOT/"tests").glob("test_*.py") for name in names_of(p)}
 PAGE = (ROOT/"docs"/"field-cases.md").read_text(encoding="utf-8")
-CHAPTERS = {"10_prefetch", "14_hicache", "15_handoff", "16_mtp", "18_serve", "19_replay"}
+CHAPTERS = {"10_prefetch", "14b_hicache", "15_handoff", "16a_verify", "18_serve", "19_replay"}
 GROWS = {"15_handoff"}  # is there, and waits for its Mooncake part
 
 def table_of(heading: str) -> list[list[str]]:

@@ -72,9 +72,9 @@ def test_a_step_computes_at_most_its_budget():
     s = Scheduler(engine_of(Solo(), chunk=20))
     for i, p in enumerate(PROMPTS): s.submit(i, p, WANTS[i])
     seen, real = [], s.engine.run
-    def spy(ready, captures=()):
+    def spy(ready, *more):
         seen.append(sum(stop - r.computed for r, stop in ready.batch))
-        return real(ready, captures)
+        return real(ready, *more)
     s.engine.run = spy
     s.run()
     assert max(seen) <= 20 and sum(seen) > 0
@@ -84,9 +84,9 @@ def test_two_waiting_prompts_in_chunks_of_the_step():
     s = Scheduler(engine_of(Solo(), chunk=32))
     for i in range(2): s.submit(i, TEXT[i * 90:i * 90 + 50], Want(max_new_tokens=1))
     lens, real = [], s.engine.run
-    def spy(ready, captures=()):
+    def spy(ready, *more):
         lens.append([(r.request, stop - r.computed) for r, stop in ready.batch])
-        return real(ready, captures)
+        return real(ready, *more)
     s.engine.run = spy
     s.run()
     assert lens == [[(0, 32)], [(0, 18), (1, 8)], [(1, 32)], [(1, 10)]]
