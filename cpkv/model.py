@@ -151,29 +151,43 @@ def load_checkpoint(
 @dataclass(frozen=True, slots=True)
 class Layer:
     "Weights of one layer, absorbed and stacked"
-    w: dict[str, torch.Tensor]   # by name without `self_attn.`, `mlp.` and `.weight`
+    w: dict[str, torch.Tensor]   # norms and biases, without `self_attn.`, `mlp.` and `.weight`
+    read_OD: torch.Tensor        # normalised row -> low-rank query, latent, index key, index gates
+    query_OQ: torch.Tensor       # low-rank query -> heads, index heads
+    out_DO: torch.Tensor         # values of all heads -> row
+    up_OD: torch.Tensor          # normalised row -> router scores, gate, up
+    down_DF: torch.Tensor        # inside of the MLP, or of the shared experts -> row
     key_HCN: torch.Tensor        # query nope -> latent, per head
     value_HVC: torch.Tensor      # latent -> value, per head
     gate_up_E2FD: torch.Tensor | None  # experts, sparse layers only
     down_EDF: torch.Tensor | None
 
     @property
-    def has_index(self) -> bool: return "indexer.wk" in self.w
+    def has_index(self) -> bool: return "indexer.k_norm" in self.w
 
 def _short(name: str) -> str:
     return name.removeprefix("self_attn.").removeprefix("mlp.").removesuffix(".weight")
+
+def _products(w: dict[str, torch.Tensor], mlp: str) -> list[torch.Tensor]:
+    "The five products of a layer, taken out of `w`"
+    names = (("q_a_proj", "kv_a_proj_with_mqa", "indexer.wk", "indexer.weights_proj"),
+             ("q_b_proj", "indexer.wq_b"), ("o_proj",),
+             ("gate", mlp + "gate_proj", mlp + "up_proj"), (mlp + "down_proj",))
+    return [torch.cat([w.pop(k) for k in part if k in w]) for part in names]
 
 def build_layer(c: ModelConfig, weights: dict[str, torch.Tensor], n: int) -> Layer:
     "Layer `n` of a checkpoint"
     w = {_short(k): weights[f"model.layers.{n}.{k}"].float() for k, _ in layer_shapes(c, n)}
     H, nope, V = c.num_attention_heads, c.qk_nope_head_dim, c.v_head_dim
     key, value = w.pop("kv_b_proj").view(H, nope + V, c.kv_lora_rank).split([nope, V], 1)
-    gate_up = down = None
-    if c.mlp_layer_types[n] == "sparse":
+    is_sparse = c.mlp_layer_types[n] == "sparse"
+    products, gate_up, down = _products(w, "shared_experts." if is_sparse else ""), None, None
+    if is_sparse:
         gate, up, down = (torch.stack([w.pop(f"experts.{e}.{part}_proj")
             for e in range(c.n_routed_experts)]) for part in ("gate", "up", "down"))
         gate_up = torch.cat([gate, up], 1)
-    return Layer(w, key.transpose(1, 2).contiguous(), value.contiguous(), gate_up, down)
+    key = key.transpose(1, 2).contiguous()
+    return Layer(w, *products, key, value.contiguous(), gate_up, down)
 
 # %% ../nbs/11_model.ipynb #e7fe57e0
 PROJECT, ATTEND, MLP = "project", "attend", "mlp"  # stages, besides the session's "exchange"
@@ -193,6 +207,7 @@ class Model:
         self.speeds = rope_speeds(config.qk_rope_head_dim, config.rope_theta,
                                   config.yarn).to(device)
 
+    @torch.inference_mode()
     def steps(self, session: Session) -> Generator[str, None, torch.Tensor]:
         "Forward of one batch; yields its stages, returns local rows after the final norm [T, D]"
         turn, picked = self.angles(session), None
@@ -221,80 +236,77 @@ class Model:
         return hidden_TD, picked
 
     def project(self, layer: Layer, hidden_TD: torch.Tensor, turn: Angles
-               ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        "Normalised rows, and what the layer stores of them"
-        w = layer.w
-        x = self.ops.rms_norm(hidden_TD, w["input_layernorm"], self.config.rms_norm_eps)
-        put = dict(latent=self._latent(w, x, turn))
-        if layer.has_index: put["index"] = self._index_keys(w, x, turn)
-        return x, put
+               ) -> tuple[list[torch.Tensor], dict[str, torch.Tensor]]:
+        "Low-rank queries and index gates (if any), and what the layer stores"
+        c, ops, w = self.config, self.ops, layer.w
+        x = ops.rms_norm(hidden_TD, w["input_layernorm"], c.rms_norm_eps)
+        widths = [c.q_lora_rank, c.kv_lora_rank + c.qk_rope_head_dim]
+        if layer.has_index: widths += [c.index_head_dim, c.index_n_heads]
+        low, kv, *index = ops.dense(x, layer.read_OD).split(widths, 1)
+        put = dict(latent=self._latent(w, kv, turn))
+        if layer.has_index: put["index"] = self._index_keys(w, index[0], turn)
+        return [low, *index[1:]], put
 
     def _attention(self, session: Session, n: int, layer: Layer, hidden_TD: torch.Tensor,
                    turn: Angles, picked: torch.Tensor | None) -> Block:
         "Project, exchange, attend; returns the attention's output and the selection"
         c, ops, w = self.config, self.ops, layer.w
         T, H, nope = len(hidden_TD), c.num_attention_heads, c.qk_nope_head_dim
-        x, put = self.project(layer, hidden_TD, turn)
+        (low, *gates), put = self.project(layer, hidden_TD, turn)
         yield PROJECT
         yield from session.put(n, **put)
-        low = ops.dense(x, w["q_a_proj"])
         low = ops.rms_norm(low, w["q_a_layernorm"], LATENT_NORM_EPS)
-        q = ops.dense(low, w["q_b_proj"]).view(T, H, nope + c.qk_rope_head_dim)
+        made, width = ops.dense(low, layer.query_OQ), H * (nope + c.qk_rope_head_dim)
+        q = made[:, :width].view(T, H, nope + c.qk_rope_head_dim)
         if layer.has_index:
-            picked = yield from session.select(n, *self._index_queries(w, x, low, turn))
-        latent = ops.dense_heads(q[..., :nope].contiguous(), layer.key_HCN)
-        rope = ops.rope_interleaved(q[..., nope:].contiguous(), *turn)
+            picked = yield from session.select(n, *self._index_queries(
+                made[:, width:], *gates, turn))
+        latent = ops.dense_heads(q[..., :nope], layer.key_HCN)
+        rope = ops.rope_interleaved(q[..., nope:], *turn)
         state = yield from session.attend(n, torch.cat([latent, rope], 2), picked)
-        out = ops.dense_heads(state.out, layer.value_HVC).reshape(T, H * c.v_head_dim)
-        out = ops.dense(out, w["o_proj"])
+        out = ops.dense_heads(state.out, layer.value_HVC).view(T, H * c.v_head_dim)
+        out = ops.dense(out, layer.out_DO)
         yield ATTEND
         return out, picked
 
-    def _latent(self, w: dict, x: torch.Tensor, turn: Angles) -> torch.Tensor:
+    def _latent(self, w: dict, kv: torch.Tensor, turn: Angles) -> torch.Tensor:
         "Latent row of each token: normalised latent, then rotated key"
         ops, C = self.ops, self.config.kv_lora_rank
-        kv = ops.dense(x, w["kv_a_proj_with_mqa"])
-        latent = ops.rms_norm(kv[:, :C].contiguous(), w["kv_a_layernorm"], LATENT_NORM_EPS)
-        rope = ops.rope_interleaved(kv[:, None, C:].contiguous(), *turn)[:, 0]
+        latent = ops.rms_norm(kv[:, :C], w["kv_a_layernorm"], LATENT_NORM_EPS)
+        rope = ops.rope_interleaved(kv[:, None, C:], *turn)[:, 0]
         return torch.cat([latent, rope], 1)
 
     def _index_rope(self, x_THD: torch.Tensor, turn: Angles) -> torch.Tensor:
         "RoPE on the leading dims of an index head; the rest passes"
         r, is_half = self.config.qk_rope_head_dim, self.config.index_rope == "half"
         rope = self.ops.rope_half if is_half else self.ops.rope_interleaved
-        turned = rope(x_THD[..., :r].contiguous(), *turn)
-        return torch.cat([turned, x_THD[..., r:]], -1)
+        return torch.cat([rope(x_THD[..., :r], *turn), x_THD[..., r:]], -1)
 
-    def _index_keys(self, w: dict, x: torch.Tensor, turn: Angles) -> torch.Tensor:
+    def _index_keys(self, w: dict, k: torch.Tensor, turn: Angles) -> torch.Tensor:
         "Index key of each row, [T, index_head_dim]"
-        k, norm = self.ops.dense(x, w["indexer.wk"]), "indexer.k_norm"
+        norm = "indexer.k_norm"
         k = self.ops.layer_norm(k, w[norm], w[norm + ".bias"], LATENT_NORM_EPS)
         return self._index_rope(k[:, None], turn)[:, 0]
 
-    def _index_queries(self, w: dict, x: torch.Tensor, low: torch.Tensor, turn: Angles,
+    def _index_queries(self, q: torch.Tensor, gate: torch.Tensor, turn: Angles,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         "Index queries [T, heads, dim] and the weight of each head, scales folded in"
         H, D = self.config.index_n_heads, self.config.index_head_dim
-        q = self.ops.dense(low, w["indexer.wq_b"]).view(len(x), H, D)
-        gate = self.ops.dense(x, w["indexer.weights_proj"])
-        return self._index_rope(q, turn), gate * (H ** -0.5 * D ** -0.5)
+        return self._index_rope(q.view(len(q), H, D), turn), gate * (H ** -0.5 * D ** -0.5)
 
     def _mlp(self, layer: Layer, hidden_TD: torch.Tensor, real_T: torch.Tensor) -> torch.Tensor:
         "Dense or experts, on local rows; padding goes to no expert"
         c, ops, w = self.config, self.ops, layer.w
         x = ops.rms_norm(hidden_TD, w["post_attention_layernorm"], c.rms_norm_eps)
-        if layer.gate_up_E2FD is None: return self._gated(w, "", x)
+        made, E = ops.dense(x, layer.up_OD), len(layer.up_OD) - 2 * layer.down_DF.shape[1]
+        always = ops.dense(ops.silu_mul(*made[:, E:].chunk(2, 1)), layer.down_DF)
+        if layer.gate_up_E2FD is None: return always
         picked, weight = ops.route(
-            ops.dense(x, w["gate"]), w["gate.e_score_correction_bias"], k=c.num_experts_per_tok,
+            made[:, :E], w["gate.e_score_correction_bias"], k=c.num_experts_per_tok,
             num_groups=c.n_group, topk_groups=c.topk_group, normalize=c.norm_topk_prob,
             scale=c.routed_scaling_factor)
         picked = torch.where(real_T[:, None], picked, -1)
-        routed = ops.experts(x, picked, weight, layer.gate_up_E2FD, layer.down_EDF)
-        return routed + self._gated(w, "shared_experts.", x)
-
-    def _gated(self, w: dict, prefix: str, x: torch.Tensor) -> torch.Tensor:
-        gate, up = (self.ops.dense(x, w[f"{prefix}{p}_proj"]) for p in ("gate", "up"))
-        return self.ops.dense(self.ops.silu_mul(gate, up), w[prefix + "down_proj"])
+        return ops.experts(x, picked, weight, layer.gate_up_E2FD, layer.down_EDF) + always
 
     def logits(self, hidden_BD: torch.Tensor, head_VD: torch.Tensor | None = None) -> torch.Tensor:
         "Logits of sampled rows, [B, vocab]; rows fill a tile like any others"

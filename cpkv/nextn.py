@@ -131,6 +131,7 @@ class NextN:
         "Layers with an indexer, of a pool that serves both"
         return draft_config(self.model.config).has_index
 
+    @torch.inference_mode()
     def steps(self, session: Session, token_T: torch.Tensor, hidden_TD: torch.Tensor,
              ) -> Generator[str, None, torch.Tensor]:
         "Forward of a batch after the target's; local rows after the norm of the head [T, D]"
@@ -138,6 +139,7 @@ class NextN:
         x_TD, _ = yield from self.model.block(session, self.n, self.layer, x_TD, turn, None)
         return self.model.ops.rms_norm(x_TD, self.norm, self.model.config.rms_norm_eps)
 
+    @torch.inference_mode()
     def store(self, session: Session, token_T: torch.Tensor, hidden_TD: torch.Tensor,
              ) -> Generator[str, None, None]:
         "What a batch that samples nothing does: project, put, finish"

@@ -26,14 +26,15 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 
 from .all_gather import ForwardPlan, chunk_bytes, direct_rows, fit_rows, owned_rows, runs
 from .all_gather import upload
-from .attention import locs_of, select_blocks, select_rows
+from .attention import locs_of, no_picks, select_blocks, select_rows
 from .evidence import page_facts
 from .laws import CapacityError, ConfigError, LeaseError, OrderError
 from .layout import check_pages
-from .ops.index import KEY_TILE, whole_tiles
+from .ops.index import KEY_TILE
 from .ops.sparse import State
 from .ops.table import Ops
 from .pool import Buffer, Pool
@@ -176,7 +177,7 @@ class Batch:
         self.gathers = [reader.gathers(plan, n, stores) for n in range(len(self.of_layer))]
         self.keys_of = [-(-e.stop // KEY_TILE) * KEY_TILE for e in plan.split.extends]
         rows, host = plan.rows, self._tables()
-        self.live = whole_tiles(rows.num)  # rows that select and attend; the rest is padding
+        self.live = rows.num  # rows that select and attend; the rest is padding
         self.blocks = select_blocks(rows.index, rows.visible, reader.logits_bytes)
         self.lease = reader.scratch.take(self._sizes())
         try:
@@ -266,17 +267,23 @@ class Session(Batch):
 
     def _key_pages(self, flat: np.ndarray, base: np.ndarray) -> np.ndarray:
         "Pages of the source with each request's keys, filled to whole key tiles with any page"
-        ends, out = np.append(base[1:], len(flat)), []
+        ends, out, self.key_runs = np.append(base[1:], len(flat)), [], []
         for begin, end, keys in zip(base, ends, self.keys_of):
-            out.append(np.pad(flat[begin:end], (0, -(-keys // self.P) - (end - begin))))
+            mine, num = flat[begin:end], -(-keys // self.P)
+            in_order = len(mine) > 0 and bool((np.diff(mine) == 1).all())
+            self.key_runs.append((int(mine[0]) if in_order else -1, num))  # first page, if a run
+            out.append(np.pad(mine, (0, num - len(mine))))
         return np.concatenate(out)
 
     def _keys(self, b: Buffer, pages_PB: torch.Tensor) -> list[torch.Tensor]:
         "Index keys of each request in token order; what lies beyond its tokens is not visible"
-        ops = self.reader.ops
-        rows = ops.page_rows(ops.gather_pages(pages_PB, self.t["key_page"]), b.fmt, self.P)
-        per = [-(-keys // self.P) * self.P for keys in self.keys_of]
-        return [k[:n] for k, n in zip(b.fmt.decode(rows).split(per), self.keys_of)]
+        ops, out, at = self.reader.ops, [], 0
+        for (first, num), keys in zip(self.key_runs, self.keys_of):
+            if 0 <= first <= pages_PB.shape[0] - num: pages = pages_PB[first:first + num]
+            else: pages = ops.gather_pages(pages_PB, self.t["key_page"][at:at + num])
+            out.append(b.fmt.decode(ops.page_rows(pages, b.fmt, self.P))[:keys])
+            at += num
+        return out
 
     def put(self, layer: int, **rows_TD: torch.Tensor) -> Generator[str, None, None]:
         "Encode the chunk's rows, store those that this rank owns, gather those that others need"
@@ -344,13 +351,13 @@ class Session(Batch):
         self._begin(layer, "select")
         b, ops = self.pool.index[layer], self.reader.ops
         pages = yield from self._source("index", layer)
-        T, n, K = len(q_THD), self.live, self.reader.index_topk
-        picked_TK = torch.full((T, K), -1, dtype=torch.int32, device=q_THD.device)
+        n = self.live
+        with torch.inference_mode(False):  # its version counts, so a change of it is seen
+            picked_TK = no_picks(q_THD.shape[0], self.reader.index_topk, q_THD.device)
         with self.reader.world.marks.range("index"):
             q_THD = self.pool.format.index_query(q_THD)  # as the format turns the keys
-            picked_TK[:n] = select_rows(
-                ops, q_THD[:n], weight_TH[:n], self._keys(b, pages), self.t["request"][:n],
-                self.t["visible"][:n], self.blocks, K)
+            select_rows(ops, q_THD[:n], weight_TH[:n], self._keys(b, pages),
+                        self.t["visible"][:n], self.blocks, picked_TK)
         self._done(layer, "attend")
         return picked_TK
 
@@ -360,14 +367,14 @@ class Session(Batch):
         self._begin(layer, "attend")
         b, reader = self.pool.latent[layer], self.reader
         pages = yield from self._source("latent", layer)
-        (T, H, _), n = q_THD.shape, self.live
-        out, lse = q_THD.new_zeros(T, H, reader.v_dim), q_THD.new_full((T, H), -torch.inf)
+        n, more = self.live, q_THD.shape[0] - self.live
         with reader.world.marks.range("attend"):
-            out[:n], lse[:n] = reader.ops.sparse_mla(
-                q_THD[:n], pages, self._locs_of(picked_TK)[:n], b.fmt, self.P,
+            out, lse = reader.ops.sparse_mla(
+                q_THD[:n], pages, self._locs_of(picked_TK), b.fmt, self.P,
                 v_dim=reader.v_dim, scale=reader.scale)
         self._done(layer, "done")
-        return State(out, lse)
+        if not more: return State(out, lse)
+        return State(F.pad(out, (0, 0, 0, 0, 0, more)), F.pad(lse, (0, 0, 0, more), value=-torch.inf))
 
     def finish(self, layer: int) -> Generator[str, None, None]:
         "Complete a layer that only stores"
@@ -377,10 +384,11 @@ class Session(Batch):
         yield
 
     def _locs_of(self, picked_TK: torch.Tensor) -> torch.Tensor:
-        "Rows of the source; layers that share a selection share the answer"
+        "Rows of the source for live rows; layers that share a selection share the answer"
         known, version, _ = self._locs
         if known is not picked_TK or version != picked_TK._version:
-            locs = locs_of(picked_TK, self.t["base"], self.t["table"], self.P)
+            n = self.live
+            locs = locs_of(picked_TK[:n], self.t["base"][:n], self.t["table"], self.P)
             self._locs = (picked_TK, picked_TK._version, locs)
         return self._locs[2]
 

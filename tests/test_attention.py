@@ -5,8 +5,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cpkv.attention import Block, locs_of, select_blocks, select_rows, softmax_scale
-from cpkv.ops.index import KEY_TILE, SELECT_TILE
+from cpkv.attention import Block, locs_of, no_picks, select_blocks, select_rows, softmax_scale
+from cpkv.ops.index import KEY_TILE
 from cpkv.ops.table import REF
 from cpkv.pool import FORMATS
 
@@ -31,12 +31,17 @@ def test_blocks_cover_each_row_once_under_the_bound(rows, bound):
         assert len(mine) == (visible[row] > 0)
         assert all(b.keys >= visible[row] for b in mine)
     for b in blocks:
-        assert b.start % SELECT_TILE == b.stop % SELECT_TILE == b.keys % KEY_TILE == 0
-        assert b.start < b.stop and b.keys
-        assert b.stop - b.start == SELECT_TILE or (b.stop - b.start) * b.keys * 4 <= bound
-        mine = np.where(index == b.request, visible, 0)[b.start:b.stop]
-        widths = -(-mine.reshape(-1, SELECT_TILE).max(1) // KEY_TILE) * KEY_TILE
+        assert b.keys % KEY_TILE == 0 and b.start < b.stop and b.keys
+        assert b.stop - b.start == 1 or (b.stop - b.start) * b.keys * 4 <= bound
+        assert (index[b.start:b.stop] == b.request).all()
+        widths = -(-visible[b.start:b.stop] // KEY_TILE) * KEY_TILE
         assert widths.min() * 8 >= b.keys * 7 and widths.max() == b.keys
+
+
+def test_a_decode_step_scores_each_request_once():
+    "Requests of one row each: no row is scored for a neighbour"
+    blocks = select_blocks(np.arange(64), np.arange(64) * 100 + 1)
+    assert [(b.request, b.start, b.stop) for b in blocks] == [(i, i, i + 1) for i in range(64)]
 
 
 def plain_select(q, w, keys, index, visible, k):
@@ -62,9 +67,9 @@ def test_selection_is_the_definition_in_any_tiling(rows, bound, k, seed):
     for i, key in enumerate(keys):                # what no row of the request sees is poison
         key[max(visible[index == i], default=0):] = torch.nan
     q[index < 0], w[index < 0] = torch.nan, torch.nan
-    request_T, visible_T = torch.from_numpy(index), torch.from_numpy(visible)
+    visible_T = torch.from_numpy(visible)
     blocks = select_blocks(index, visible, bound)
-    picked = select_rows(REF, q, w, keys, request_T, visible_T, blocks, k)
+    picked = select_rows(REF, q, w, keys, visible_T, blocks, no_picks(len(index), k))
     assert picked.dtype is torch.int32
     assert picked.tolist() == plain_select(q, w, keys, index, visible, k)
 
@@ -75,7 +80,7 @@ def test_rows_with_fewer_than_k_keys_or_none():
     q, w, keys = torch.randn(32, 4, 8), torch.rand(32, 4), torch.full((256, 8), torch.nan)
     keys[:5] = torch.randn(5, 8)
     blocks = select_blocks(request.numpy(), visible.numpy())
-    picked = select_rows(REF, q, w, [keys], request, visible, blocks, 8)
+    picked = select_rows(REF, q, w, [keys], visible, blocks, no_picks(32, 8))
     assert picked[:3].tolist() == [[-1] * 8, [0] + [-1] * 7, [0, 1, 2, 3, 4, -1, -1, -1]]
     fmt, P = FORMATS["fp32"].latent(12, 4), 4
     pages = torch.full((4, fmt.page_bytes(P)), 255, dtype=torch.uint8)   # the first and last are NaN
@@ -112,12 +117,12 @@ def test_locs_are_wide():
 def test_no_row_sees_anything():
     blocks = select_blocks(np.full(32, -1), np.zeros(32, int))
     assert blocks == [] and select_blocks(np.zeros(0, int), np.zeros(0, int)) == []
-    got = select_rows(REF, torch.randn(32, 1, 4), torch.ones(32, 1), [], torch.full((32,), -1),
-                      torch.zeros(32), blocks, 3)
+    got = select_rows(REF, torch.randn(32, 1, 4), torch.ones(32, 1), [], torch.zeros(32), blocks,
+                      no_picks(32, 3))
     assert (got == -1).all() and got.shape == (32, 3)
 
 
 def test_refused_and_small():
-    with pytest.raises(ValueError, match="whole tiles"): select_blocks(np.zeros(33, int), np.ones(33, int))
+    with pytest.raises(ValueError, match="33 requests"): select_blocks(np.zeros(33, int), np.ones(32, int))
     assert softmax_scale(192, 64) == 1 / 16
     assert Block(0, 0, 32, 256) == Block(request=0, start=0, stop=32, keys=256)

@@ -78,6 +78,17 @@ def test_the_two_ropes_are_one_up_to_the_order_of_numbers():
     assert torch.equal(d.rope_half(x[..., order], angle.cos(), angle.sin()),
                        d.rope_interleaved(x, angle.cos(), angle.sin())[..., order])
 
+@pytest.mark.parametrize("T", [0, 32])
+@pytest.mark.parametrize("start", [0, 1, 3])
+def test_rope_of_a_view_is_that_of_its_copy(T, start):
+    "Heads cut out of a wider product, at odd places and of odd strides; no rows too"
+    wide, angle = torch.randn(T, 19), torch.randn(T, 2)
+    for turn in (d.rope_interleaved, d.rope_half):
+        for x in (wide[:, None, start:start + 4], wide[:, start:start + 12].view(T, 3, 4)):
+            got = turn(x, angle.cos(), angle.sin())
+            assert torch.equal(got, turn(x.clone(), angle.cos(), angle.sin()))
+            assert got.shape == x.shape
+
 def test_rope_at_position_zero_is_nothing():
     x = rand(32, 2, 8)
     for turn in (d.rope_interleaved, d.rope_half):

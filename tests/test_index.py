@@ -121,13 +121,12 @@ def test_visible_of_any_integer(dtype):
 # ---- costs and refusals
 
 def test_costs():
-    assert ix.index_logits_flops(1, 256, 4, 16) == 2 * 4 * 256 * 4 * 17
+    assert ix.index_logits_flops(3, 256, 4, 16) == 2 * 3 * 256 * 4 * 17
     assert ix.index_logits_bytes(32, 256, 4, 16) == 4 * (32 * (64 + 4 + 256) + 256 * 16)
 
 def scores(q, w, k): return ix.index_logits(torch.zeros(q), torch.zeros(w), torch.zeros(k))
 
 BAD = {
-    "part of a row tile": lambda: scores((33, 2, 4), (33, 2), (256, 4)),
     "part of a key tile": lambda: scores((32, 2, 4), (32, 2), (255, 4)),
     "widths that a filling to 16 would hide": lambda: scores((32, 2, 7), (32, 2), (256, 9)),
     "weights of other heads": lambda: scores((32, 2, 4), (32, 3), (256, 4)),

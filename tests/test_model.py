@@ -11,8 +11,8 @@ from cpkv.all_gather import fit_rows
 from cpkv.laws import InputError
 from cpkv.launch import run_ranks
 from cpkv.layout import PageLayout
-from cpkv.model import (ATTEND, LATENT_NORM_EPS, MLP, ONLY, PROJECT, TINY, Model, layer_shapes,
-                        load_checkpoint, num_weights, parse_config, random_weights, read_config,
+from cpkv.model import (ATTEND, LATENT_NORM_EPS, MLP, ONLY, PROJECT, TINY, Model, build_layer,
+                        layer_shapes, load_checkpoint, num_weights, parse_config, random_weights, read_config,
                         save_checkpoint, weight_shapes)
 from cpkv.ops.table import REF
 from cpkv.pool import FORMATS, Pool
@@ -351,3 +351,31 @@ def test_names_of_a_layer():
     names = [k for k, _ in layer_shapes(CONFIG, 2)]
     assert len(names) == len(set(names)) and not any("indexer" in k for k in names)
     assert LATENT_NORM_EPS == 1e-6
+
+
+@pytest.mark.parametrize("n", range(CONFIG.num_hidden_layers))
+def test_a_layer_is_five_products_and_its_experts(n):
+    "Matrices that multiply the same rows are one product, with or without an indexer or a router"
+    shapes, layer = [], build_layer(CONFIG, WEIGHTS, n)
+    def dense(x, w):
+        shapes.append(tuple(w.shape))
+        return REF.dense(x, w)
+    model = Model(CONFIG, WEIGHTS, dataclasses.replace(REF, dense=dense))
+    hidden_of(1, Reader, model, tokens_of(5), (0, 5))
+    D, q = CONFIG.hidden_size, CONFIG.q_lora_rank
+    inside = (CONFIG.intermediate_size, CONFIG.moe_intermediate_size)[n > 0]
+    reads = q + CONFIG.kv_lora_rank + CONFIG.qk_rope_head_dim + 48 * CONFIG.has_index[n]
+    assert shapes[5 * n:5 * n + 5] == [tuple(w.shape) for w in (
+        layer.read_OD, layer.query_OQ, layer.out_DO, layer.up_OD, layer.down_DF)]
+    assert shapes[5 * n][0] == reads and shapes[5 * n + 3] == (2 * inside + 8 * (n > 0), D)
+    assert len(shapes) == 5 * CONFIG.num_hidden_layers
+
+def test_every_weight_of_a_layer_is_in_it_once():
+    for n in range(CONFIG.num_hidden_layers):
+        layer = build_layer(CONFIG, WEIGHTS, n)
+        held = [layer.read_OD, layer.query_OQ, layer.out_DO, layer.up_OD, layer.down_DF,
+                layer.key_HCN, layer.value_HVC, *layer.w.values()]
+        if n: held += [layer.gate_up_E2FD, layer.down_EDF]
+        assert sum(t.numel() for t in held) == sum(
+            np.prod(shape) for _, shape in layer_shapes(CONFIG, n))
+        assert all(t.dim() == 1 for t in layer.w.values())

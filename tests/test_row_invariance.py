@@ -120,8 +120,17 @@ def test_experts(E, K, D, width):
 
 @pytest.mark.parametrize("H,D", [(1, 33), (3, 7), (16, 32), (7, 100)])
 def test_index_logits(H, D):
-    k = rand(512, D)
-    holds(lambda q, w: REF.index_logits(q, w, k), [rand(MOST, H, D), rand(MOST, H)])
+    "Rows of the sparse path are their own tiles: padded or not, the same"
+    k, rows = rand(512, D), [rand(MOST, H, D), rand(MOST, H)]
+    holds(lambda q, w: REF.index_logits(q, w, k), rows)
+    assert differences(lambda q, w: REF.index_logits(q, w, k), rows, EDGES, pad=False) == []
+
+@pytest.mark.parametrize("H,D", [(1, 33), (3, 7), (16, 32), (64, 128)])
+def test_index_logits_of_a_key_do_not_see_how_many_there_are(H, D):
+    q, w, k = rand(3, H, D), rand(3, H), rand(80 * 256, D)
+    want = REF.index_logits(q, w, k)
+    for tiles in (1, 2, 3, 15, 16, 17, 63, 64, 65, 79):
+        assert torch.equal(REF.index_logits(q, w, k[-tiles * 256:]), want[:, -tiles * 256:])
 
 def test_index_logits_of_a_key_do_not_see_its_neighbours_or_its_place():
     q, w, k = rand(32, 3, 33), rand(32, 3), rand(512, 33)
@@ -133,8 +142,9 @@ def test_index_logits_of_a_key_do_not_see_its_neighbours_or_its_place():
 
 @pytest.mark.parametrize("N,k", [(1, 5), (33, 8), (300, 65)])
 def test_topk(N, k):
-    holds(lambda x, v: REF.topk(x, v, k), [torch.randint(-1, 2, (MOST, N)).float(),
-                                           torch.randint(0, N + 1, (MOST,))])
+    rows = [torch.randint(-1, 2, (MOST, N)).float(), torch.randint(0, N + 1, (MOST,))]
+    holds(lambda x, v: REF.topk(x, v, k), rows)
+    assert differences(lambda x, v: REF.topk(x, v, k), rows, EDGES, pad=False) == []
 
 @pytest.mark.parametrize("H,D,V,K", [(1, 7, 5, 5), (3, 33, 17, 33), (4, 96, 64, 64),
                                      (2, 65, 65, 100)])
@@ -145,8 +155,10 @@ def test_sparse_mla(H, D, V, K):
     pages = fmt.encode(kv).view(n // P, -1)
     loc = torch.randint(1, n - 1, (MOST, K)).sort(1).values
     loc = torch.where(torch.arange(K) < torch.randint(0, K + 1, (MOST, 1)), loc, -1)
-    holds(lambda q, l: REF.sparse_mla(q, pages, l, fmt, P, v_dim=V, scale=.3),
-          [rand(MOST, H, D), loc])
+    def verb(q, l): return REF.sparse_mla(q, pages, l, fmt, P, v_dim=V, scale=.3)
+    rows = [rand(MOST, H, D), loc]
+    holds(verb, rows)
+    assert differences(verb, rows, EDGES, pad=False) == []
 
 def test_sparse_mla_in_parts_of_a_tile():
     "Long and wide selections are gathered some rows at a time; where a part ends does not show"

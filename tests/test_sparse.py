@@ -171,19 +171,19 @@ def test_merging_states_whose_sums_are_far_apart():
 # ---- costs and refusals
 
 def test_costs():
-    assert s.sparse_mla_flops(1, 2, 3, 5, 4) == 2 * 4 * 3 * 2 * 9
+    assert s.sparse_mla_flops(3, 2, 3, 5, 4) == 2 * 3 * 3 * 2 * 9
     assert s.sparse_mla_bytes(32, 2, 3, 5, 4, 20) == 32 * (3 * 28 + 4 * 2 * 10)
 
-def call(T=32, D=4, loc=((0, 1),), v_dim=2, **kw):
+def call(T=32, D=4, loc=((0, 1),), v_dim=2, rows=0, **kw):
     fmt = plain(4)
     return s.sparse_mla(torch.zeros(T, 1, D), torch.zeros(2, 32, dtype=torch.uint8),
-                        torch.tensor(loc).expand(T, -1), fmt, 2,
+                        torch.tensor(loc).expand(rows or T, -1), fmt, 2,
                         v_dim=v_dim, scale=1., **kw)
 
 def test_the_refused_calls_would_else_be_fine(): assert call().out.shape == (32, 1, 2)
 
 @pytest.mark.parametrize("bad,error", [
-    (dict(T=31), ValueError), (dict(D=5), ValueError), (dict(v_dim=5), ValueError),
+    (dict(T=31, rows=32), ValueError), (dict(D=5), ValueError), (dict(v_dim=5), ValueError),
     (dict(v_dim=0), ValueError),
     (dict(loc=((0, 4),)), PageIdError), (dict(loc=((0, -2),)), PageIdError)])
 def test_refuses(bad, error):

@@ -17,6 +17,7 @@ __all__ = ['ROW_TILE', 'LANE', 'pad_rows', 'dense_flops', 'dense_bytes', 'check_
            'rms_norm', 'layer_norm', 'rope_interleaved', 'rope_half', 'silu_mul', 'route', 'experts']
 
 # %% ../../nbs/02a_dense.ipynb #4ccee90a
+import numpy as np
 import torch
 import torch.nn.functional as F
 
@@ -71,6 +72,7 @@ def dense(
     T, (O, I) = check_tiles(x_TI), w_OI.shape
     if x_TI.shape != (T, I): raise ValueError(f"rows {tuple(x_TI.shape)} do not fit weights {O, I}")
     x_TI, w_IO = fill_lanes(x_TI), fill_lanes(w_OI).t()
+    if T == ROW_TILE: return torch.mm(x_TI, w_IO)
     out_TO = x_TI.new_empty(T, O)
     for t in range(0, T, ROW_TILE):
         torch.mm(x_TI[t:t + ROW_TILE], w_IO, out=out_TO[t:t + ROW_TILE])
@@ -118,10 +120,9 @@ def layer_norm(
 # %% ../../nbs/02a_dense.ipynb #afec40cf
 def _turn(
     a_THP: torch.Tensor, b_THP: torch.Tensor, cos_TP: torch.Tensor, sin_TP: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    "The points (a, b), each turned by its angle"
-    c, s = cos_TP.float()[:, None], sin_TP.float()[:, None]
-    return a_THP * c - b_THP * s, b_THP * c + a_THP * s
+) -> torch.Tensor:
+    "The points (a, b), each turned by its angle, as complex numbers"
+    return torch.complex(a_THP, b_THP) * torch.complex(cos_TP.float(), sin_TP.float())[:, None]
 
 def _check_pairs(x_THD: torch.Tensor, cos_TP: torch.Tensor, sin_TP: torch.Tensor) -> None:
     T, _, D = x_THD.shape
@@ -137,7 +138,7 @@ def rope_interleaved(
     "Turn the pairs (0, 1), (2, 3) ... (GLM)"
     _check_pairs(x_THD, cos_TD2, sin_TD2)
     a, b = x_THD.float().unflatten(-1, (-1, 2)).unbind(-1)
-    return torch.stack(_turn(a, b, cos_TD2, sin_TD2), -1).flatten(-2)
+    return torch.view_as_real(_turn(a, b, cos_TD2, sin_TD2)).flatten(-2)
 
 def rope_half(
     x_THD: torch.Tensor,    # D even
@@ -146,8 +147,8 @@ def rope_half(
 ) -> torch.Tensor:          # [T, H, D] fp32
     "Turn the pairs (0, D/2), (1, D/2 + 1) ... (the indexer of DeepSeek-V3.2)"
     _check_pairs(x_THD, cos_TD2, sin_TD2)
-    a, b = x_THD.float().unflatten(-1, (2, -1)).unbind(-2)
-    return torch.cat(_turn(a, b, cos_TD2, sin_TD2), -1)
+    turned_THP = _turn(*x_THD.float().chunk(2, -1), cos_TD2, sin_TD2)
+    return torch.cat([turned_THP.real, turned_THP.imag], -1)
 
 # %% ../../nbs/02a_dense.ipynb #d0b0e5d6
 def silu_mul(
@@ -201,6 +202,13 @@ def route(
     return picked_TK, weight_TK * scale
 
 # %% ../../nbs/02a_dense.ipynb #f0376a24
+def _by_expert(picked_TK: torch.Tensor, E: int) -> tuple[torch.Tensor, np.ndarray]:
+    "Places in `picked` by expert, then by row; where each expert's begin, and the last ones end"
+    picked = picked_TK.flatten().cpu().numpy()
+    order = picked.argsort(kind="stable")
+    return (torch.from_numpy(order).to(picked_TK.device),
+            picked[order].searchsorted(np.arange(E + 1)))
+
 def experts(
     x_TD: torch.Tensor,          # rows, whole tiles
     picked_TK: torch.Tensor,     # experts of each row, none twice; -1 for none
@@ -210,13 +218,13 @@ def experts(
 ) -> torch.Tensor:               # [T, D] fp32
     "Weighted sum of each row's SwiGLU experts, lowest expert first"
     T, K = check_tiles(x_TD, picked_TK, weight_TK), picked_TK.shape[1]
-    order = picked_TK.flatten().argsort(stable=True)
-    none, *sizes = (picked_TK.flatten() + 1).bincount(minlength=len(down_EDF) + 1).tolist()
-    out_TD = torch.zeros(T, down_EDF.shape[1], dtype=torch.float32, device=x_TD.device)
-    for e, slots in enumerate(order[none:].split(sizes)):
-        if not len(slots): continue
-        rows, n = slots // K, len(slots)
-        x = F.pad(x_TD[rows].float(), (0, 0, 0, pad_rows(n) - n))
+    order, ends = _by_expert(picked_TK, len(down_EDF))
+    rows, weight, x_TD = order // K, weight_TK.flatten()[order, None], x_TD.float()
+    out_TD = x_TD.new_zeros(T, down_EDF.shape[1])
+    for e in np.flatnonzero(np.diff(ends)).tolist():
+        mine, n = slice(*ends[e:e + 2]), int(ends[e + 1] - ends[e])
+        x = x_TD.new_zeros(pad_rows(n), x_TD.shape[1])
+        torch.index_select(x_TD, 0, rows[mine], out=x[:n])
         y = dense(silu_mul(*dense(x, gate_up_E2FD[e]).chunk(2, 1)), down_EDF[e])[:n]
-        out_TD.index_add_(0, rows, y * weight_TK.flatten()[slots, None])
+        out_TD.index_add_(0, rows[mine], y * weight[mine])
     return out_TD
