@@ -5,7 +5,10 @@
 - `cpkv.attention`: Sparse attention over a view: choose the keys of every query, then attend to those alone
 - `cpkv.bench`: Numbers with a unit, taken on request and never in a test
 - `cpkv.cli`: Options, JSON and exit codes; each command's work is in the chapter that it is about
+- `cpkv.compute_owner`: Phase 5: pages live where they are computed, and are written there directly
 - `cpkv.config`: What a model is made of, from its `config.json`: sizes, kinds of layers, rotation, weights
+- `cpkv.copies`: Pages to the host and back, beside the step and never in its way
+- `cpkv.copy_thread`: One direction of copies, in order, beside the step
 - `cpkv.demo`: A real document, a few prefill processes with one cache between them, and an oracle that checks every byte
 - `cpkv.doctor`: What this machine has, what cpkv needs, and one line on how to mend what is missing
 - `cpkv.draw`: Small pictures of pages, ranks and work, as text in the notebook
@@ -13,14 +16,19 @@
 - `cpkv.evidence`: What a rank did to its pages: a list that costs a branch while nobody asks
 - `cpkv.groups`: Ranks that are processes: one process group a lane
 - `cpkv.handoff`: From prefill ranks that own pages to a decode process that wants them all, in order
+- `cpkv.host_pool`: One host object for the whole payload, under one budget
 - `cpkv.inspect`: A proof, from what the ranks wrote down, that the cache was sharded
+- `cpkv.ladder`: The phases side by side: what a rank keeps, receives and needs, told by the engine that runs
 - `cpkv.launch`: Start ranks, bring their results home, and leave nothing running
 - `cpkv.laws`: Twelve laws of a sharded cache, and the errors that are named for them
+- `cpkv.layer_split`: A baseline: whole layers on single ranks, whose owners send the pages that a batch reads
 - `cpkv.layout`: Which rank keeps which page, and where
 - `cpkv.local`: Many ranks as threads that pass a baton
 - `cpkv.measure`: Bytes, FLOPs, roofs, timers and differences
 - `cpkv.model`: A DeepSeek-V3.2 and GLM-5 decoder in one generator per forward, and its checkpoints
+- `cpkv.mtp`: The draft's part of a prefill: one more layer of the same session, fed one token ahead
 - `cpkv.nextn`: The draft layer that ships with a model: one more layer of the same session, fed one token ahead
+- `cpkv.nodes`: Runs of pages, what each tier has of them, and which go first
 - `cpkv.ops.dense`: Row work whose bits do not depend on the batch
 - `cpkv.ops.index`: Scores of the indexer, and the exact top-k of each row
 - `cpkv.ops.quant`: Rows of 8-bit numbers and their scales, byte by byte
@@ -28,12 +36,15 @@
 - `cpkv.ops.sparse`: Attention over the picked rows, and states that merge
 - `cpkv.ops.table`: One table of verbs, chosen once, the same on every rank
 - `cpkv.output`: The second gather moves only the rows that are sampled, unless the whole batch says otherwise
+- `cpkv.page_split`: Phase 4: segments that end on page borders, so that every page has one computing rank
 - `cpkv.pool`: What a token leaves behind, byte by byte, and the buffers that hold it
+- `cpkv.presets`: Models by name: the shapes of three that are served, one that runs anywhere, or a directory
 - `cpkv.radix`: Finds the pages of a prefix that somebody has computed before
 - `cpkv.reader`: The seam between a model and its cache: a session a batch, four steps a layer, scratch by lease
+- `cpkv.residency`: Copies of nodes on their way from tier to tier, none of them seen before it is whole
 - `cpkv.sample`: The next token from a row of logits, the same on every rank and in every batch
 - `cpkv.schedule`: Which requests run together in a step, and what happens when they do not fit
-- `cpkv.shared_kv`: Phase 2: one copy of the cache, sharded by page, and readers that attend as if it were whole
+- `cpkv.shared_kv`: Phases 2 and 3: one copy of the cache, sharded by page, read as if it were whole
 - `cpkv.tensors`: Named tensors in safetensors files: found by name, checked by their headers, read by memory map
 - `cpkv.world`: The only way to other ranks"""
 

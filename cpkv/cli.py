@@ -12,9 +12,9 @@ are options that contradict each other. Nothing keeps running after a command re
 
 # %% auto #0
 __all__ = ['MOST', 'OPTIONS', 'COMMANDS', 'Option', 'options_of', 'knobs_table', 'check_value', 'check_together',
-           'check_json_path', 'columns', 'show_demo', 'show_doctor', 'show_bench', 'wrong_demo', 'wrong_inspect',
-           'wrong_doctor', 'Command', 'make_parser', 'parse', 'finite', 'write_json', 'tell', 'complain', 'run',
-           'interruptible', 'main']
+           'check_json_path', 'columns', 'show_demo', 'show_doctor', 'show_bench', 'show_ladder', 'wrong_demo',
+           'wrong_ladder', 'wrong_inspect', 'wrong_doctor', 'Command', 'make_parser', 'parse', 'finite', 'write_json',
+           'tell', 'complain', 'run', 'interruptible', 'main']
 
 # %% ../nbs/21_cli.ipynb #8aadff7c
 import argparse
@@ -34,13 +34,16 @@ from typing import Any, NamedTuple, NoReturn
 
 from . import __version__
 from .bench import BENCHES, run_bench
+from .compute_owner import PLACEMENTS
 from .demo import differences, read_text, run_demo
 from .doctor import run_doctor
 from .evidence import VARIABLES, check_gates
 from .inspect import inspect_text, inspect_trace
+from .ladder import is_equal, run_ladder, write_of
 from .laws import CpkvError, InputError
 from .measure import bytes_text
 from .pool import FORMATS
+from .presets import PRESETS
 
 # %% ../nbs/21_cli.ipynb #2ebad4d9
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,7 +52,7 @@ class Option:
     command: str                   # the command that has it
     name: str                      # long name, without dashes
     help: str                      # what it is, with its unit
-    kind: type = int               # int or str
+    kind: type = int               # int, str, or bool: given or not
     default: Any = None
     unset: str = ""                # what a default of None stands for
     value: str = "N"               # what its value is called
@@ -82,8 +85,8 @@ OPTIONS = (
     _demo_option("chunk", "tokens computed in one step, over all ranks", default=2048),
     _demo_option("format", "bytes of latent and index rows", kind=str, default="fp8_packed",
                  value="NAME", choices=tuple(FORMATS)),
-    _demo_option("placement", "which rank owns a new page", kind=str, default="cyclic",
-                 value="NAME", choices=("cyclic",), later={"compute_owner": "09_compute_owner"}),
+    _demo_option("placement", "which rank owns a new page", kind=str, default="compute_owner",
+                 value="NAME", choices=PLACEMENTS),
     _demo_option("seed", "of the random weights", default=0, least=0),
     _demo_option("model", "checkpoint directory", kind=str, value="DIR",
                  unset="tiny random weights"),
@@ -99,6 +102,16 @@ OPTIONS = (
                  later={t: "15_handoff" for t in ("memcpy", "mooncake-tcp", "mooncake-rdma")}),
     _demo_option("experiment", "accept: accept lengths by path", kind=str, value="NAME",
                  unset="none", later="16_mtp"),
+    Option(command="ladder", name="model", help=f"{', '.join(PRESETS)}, or a checkpoint directory",
+           kind=str, default="tiny", value="NAME"),
+    Option(command="ladder", name="draft", help="with the NextN layer", kind=bool, default=False),
+    Option(command="ladder", name="cp", help="ranks", default=8),
+    Option(command="ladder", name="history", help="tokens before the measured chunk", least=0,
+           unset="2048, or 131072 without weights"),
+    Option(command="ladder", name="chunk", help="tokens of the measured chunk", value="C",
+           unset="1024, or 8192 without weights"),
+    Option(command="ladder", name="format", help="bytes of latent and index rows", kind=str,
+           default="fp8_packed", value="NAME", choices=tuple(FORMATS)),
     Option(command="bench", name="name", help="one benchmark", kind=str, value="NAME",
            choices=tuple(BENCHES), unset="all"),
     Option(command="inspect", name="file", help="what CPKV_DEBUG=trace:FILE wrote", kind=str,
@@ -111,7 +124,8 @@ def knobs_table() -> str:
     "Every option and variable as Markdown"
     def values(o: Option) -> str:
         if isinstance(o.later, str) and o.later: return f"to come, with {o.later}"
-        now = [f"`{c}`" for c in o.choices] or [o.value if o.kind is str else f"{o.least} or more"]
+        plain = {bool: "takes none", str: o.value}.get(o.kind, f"{o.least} or more")
+        now = [f"`{c}`" for c in o.choices] or [plain]
         to_come: dict[str, list[str]] = {}
         for v, chapter in (o.later or {}).items(): to_come.setdefault(chapter, []).append(f"`{v}`")
         return ", ".join(now) + "".join(f"; to come, with {chapter}: {', '.join(vs)}"
@@ -166,7 +180,7 @@ def check_json_path(path: str | None) -> None:
 
 # %% ../nbs/21_cli.ipynb #9e2df676
 def _run_demo(c: dict[str, Any]) -> dict[str, Any]:
-    sizes = {k: c[k] for k in ("page_size", "chunk", "format")}
+    sizes = {k: c[k] for k in ("page_size", "chunk", "format", "placement")}
     same = {k: c[k] for k in ("cp", "model", "seed", "layers", "device_tokens")}
     return run_demo(text=read_text(c["file"]), engine=sizes, progress=sys.stderr.isatty(), **same)
 
@@ -175,6 +189,8 @@ def _run_doctor(c: dict[str, Any]) -> dict[str, Any]:
     return dict(ok=all(k["ok"] for k in checks if k["required"]), checks=checks)
 
 def _run_bench(c: dict[str, Any]) -> dict[str, Any]: return dict(ok=True) | run_bench(c["name"])
+
+def _run_ladder(c: dict[str, Any]) -> dict[str, Any]: return run_ladder(**c)
 
 def _run_inspect(c: dict[str, Any]) -> dict[str, Any]:
     if c["file"] is None: raise InputError("give the file of a trace; see cpkv inspect --help")
@@ -227,6 +243,32 @@ def show_bench(r: dict[str, Any]) -> str:
               for x in r.get("runs", ()))]
     return f"{out}\n\n{columns(runs)}" if "runs" in r else out
 
+# %% ../nbs/21_cli.ipynb #c979a822
+def show_ladder(r: dict[str, Any]) -> str:
+    def whole(n: float | None) -> object:
+        return "-" if n is None else n if isinstance(n, int) else f"{n:,.1f}"
+    def ratio(x: float | None, digits: int) -> str: return "-" if x is None else f"{x:.{digits}f}"
+    def logits(x: dict) -> str:
+        return "-" if not x["measured"] else "equal" if is_equal(x) else "DIFFER"
+    rows = [(x["phase"] or "-", x["name"], x) for x in r["baselines"] + r["rows"]]
+    moved = [("phase", "name", "received", "forecast", "limit", "filler", "logits"),
+             *((p, n, whole(x["received_bytes_per_layer"]), whole(x["predicted_bytes_per_layer"]),
+                whole(x["balanced_bytes_per_layer"]), ratio(x["filler_ratio"], 3), logits(x))
+               for p, n, x in rows)]
+    kept = [("name", "at rest", "scratch", "pool", "net", "gathers", "remaps", "write",
+             "output"),
+            *((n, bytes_text(x["rest_bytes_per_rank"]), bytes_text(x["scratch_bytes"]),
+               ratio(x["capacity_ratio_pool"], 2), ratio(x["capacity_ratio_net"], 3),
+               x["gathers_per_layer"], x["remaps_per_forward"], write_of(x),
+               x["output_bytes_per_forward"]) for _, n, x in rows)]
+    return "\n".join([
+        columns(moved), "", columns(kept), "",
+        f"{r['model']}: {r['layers']} layers, {r['indexers']} with an indexer; {r['cp']} ranks, "
+        f"history {r['history']:,}, chunk {r['chunk']:,}",
+        "bytes of the busiest rank in a layer with an indexer; output, remaps a forward",
+        f"pool, net: tokens in {r['budget_bytes'] / 2**30:.1f} GiB a rank, times those of a "
+        "whole cache"])
+
 # %% ../nbs/21_cli.ipynb #f8842f6a
 def wrong_demo(r: dict[str, Any]) -> str:
     "Which turn differs, in what, and where first"
@@ -236,6 +278,12 @@ def wrong_demo(r: dict[str, Any]) -> str:
         first = "" if where is None else f"; first page {where['page']} on the {where['side']} side"
         return f"turn {i + 1} is not what it should be: {', '.join(bad)}{first}"
     return f"{r['leaked_pages']} pages leaked"
+
+def wrong_ladder(r: dict[str, Any]) -> str:
+    "The first row that is not what it should be"
+    bad = next(x for x in r["baselines"] + r["rows"] if not x["ok"])
+    what = "received bytes" if is_equal(bad) else "logits"
+    return f"{bad['name']} is not what it should be: {what}"
 
 def wrong_inspect(r: dict[str, Any]) -> str:
     "The first of what is wrong"
@@ -261,6 +309,8 @@ COMMANDS = {
                     "everything with a single rank", _run_demo, show_demo, wrong_demo),
     "doctor": Command("what this machine has and what is missing", _run_doctor, show_doctor,
                       wrong_doctor, failed=2),
+    "ladder": Command("the phases side by side: what a rank keeps, receives and needs",
+                      _run_ladder, show_ladder, wrong_ladder),
     "bench": Command("numbers of this machine", _run_bench, show_bench),
     "inspect": Command("prove from a trace that the cache was sharded, or show where ranks part",
                        _run_inspect, inspect_text, wrong_inspect)}
@@ -275,6 +325,10 @@ class _Once(argparse.Action):
         if self.dest in namespace.given: parser.error(f"{option} is given twice")
         namespace.given.add(self.dest)
         setattr(namespace, self.dest, value)
+
+class _Flag(_Once):
+    def __call__(self, parser: Any, namespace: Any, value: Any, option: str | None = None) -> None:
+        super().__call__(parser, namespace, True, option)
 
 # %% ../nbs/21_cli.ipynb #c155ade2
 def make_parser() -> argparse.ArgumentParser:
@@ -300,9 +354,11 @@ def _add_options(p: argparse.ArgumentParser, command: str) -> None:
         for o in options:
             now = f"; {', '.join(o.choices)}" if o.choices else ""
             text = f"{o.help}{now} (default: {o.unset if o.default is None else o.default})"
-            how = dict(nargs="?") if o.is_positional else dict(action=_Once)
-            group.add_argument(o.name if o.is_positional else o.said, type=o.kind,
-                               default=o.default, metavar=o.value, help=text, **how)
+            how = dict(metavar=o.value, type=o.kind, action=_Once)
+            if o.is_positional: how["nargs"], how["action"] = "?", "store"
+            if o.kind is bool: how = dict(nargs=0, action=_Flag)
+            name = o.name if o.is_positional else o.said
+            group.add_argument(name, default=o.default, help=text, **how)
 
 # %% ../nbs/21_cli.ipynb #4b8a5970
 def parse(argv: Sequence[str] | None) -> tuple[str, str | None, dict[str, Any]]:

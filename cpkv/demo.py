@@ -52,7 +52,7 @@ from .mtp import Draft, brings_draft, load_draft
 from .nextn import draft_config, load_nextn, random_nextn
 from .ops.table import REF
 from .pool import format_of, rank_bytes, token_bytes
-from .world import Peers, Solo, World
+from .world import Peers, Solo
 
 # %% ../nbs/17b_demo.ipynb #3ad6f841
 TEXT_SHA256 = "cfc7749b96f63bd31c3c42b5c471bf756814053e847c10f3eb003417bc523d30"
@@ -353,7 +353,8 @@ def prepare(
                     namespace=name)
     check_memory(config, has_index, cp, sizes)
     return Job(checkpoint=model or folder, layers=config.num_hidden_layers, cp=cp, engine=sizes,
-               draft_layers=len(has_index) - config.num_hidden_layers, text=text, turns=turns, num_output=num_output, **more)
+               draft_layers=len(has_index) - config.num_hidden_layers, text=text,
+               turns=turns, num_output=num_output, **more)
 
 # %% ../nbs/17b_demo.ipynb #3324a53c
 def wait_seconds(num_tokens: int) -> float:
@@ -399,7 +400,8 @@ def report(job: Job, answers: Sequence[list[dict[str, Any]]]) -> dict[str, Any]:
     rest, leaked = [r[-1]["rest"] for r in prefill], sum(r[-1]["leaked"] for r in answers)
     return dict(
         ok=not any(map(differences, turns)) and not leaked, turns=turns, rest_bytes_per_rank=rest,
-        replicated_bytes_per_rank=[prefill[0][-1]["whole"]] * job.cp, leaked_pages=leaked, transport="plain",
+        replicated_bytes_per_rank=[prefill[0][-1]["whole"]] * job.cp, leaked_pages=leaked,
+        transport="plain",
         handoff_pages=sum(t["handoff_pages"] for t in turns),
         handoff_bytes=sum(t["handoff_bytes"] for t in turns),
         device_tokens=job.engine.device_tokens, layers=job.layers, draft_layers=job.draft_layers,

@@ -132,9 +132,10 @@ class Engine:
         check_choice(config.split, config.placement, shards, world.size)
         self.layout = lay = PageLayout(cp_size=shards, page_size=config.page_size)
         local = -(-lay.num_pages(config.device_tokens) // shards) + 1
-        self.pool = Pool(lay, has_index=self.draft.has_index, dims=c.payload_dims, local_pages=local,
+        has_index = self.draft.has_index
+        self.pool = Pool(lay, has_index=has_index, dims=c.payload_dims, local_pages=local,
                          format=format_of(config.format), device=device,
-                         holds=reader.holds(len(self.draft.has_index), world.size, world.rank))
+                         holds=reader.holds(len(has_index), world.size, world.rank))
         self.alloc = PageAllocator(lay, local)
         name = f"{config.namespace}|{config.format}|cp {shards}"
         self.tree = RadixTree(config.page_size, namespace=name, pairs=self.draft.pairs)

@@ -30,7 +30,7 @@ import torch.nn.functional as F
 
 from .all_gather import ForwardPlan, chunk_bytes, direct_rows, fit_rows, owned_rows, runs
 from .all_gather import upload
-from .attention import locs_of, no_picks, select_blocks, select_rows
+from .attention import no_picks, select_blocks, select_rows
 from .evidence import page_facts
 from .laws import CapacityError, ConfigError, LeaseError, OrderError
 from .layout import check_pages
@@ -87,7 +87,8 @@ class Lease:
 
 # %% ../nbs/06b_reader.ipynb #a389e8ee
 EXCHANGE = "exchange"  # what a generator yields while bytes are in flight
-CHUNK, VIEW = ({c: f"{what}.{c}" for c in ("latent", "index")} for what in ("chunk", "view"))  # tags
+CHUNK = {c: f"chunk.{c}" for c in ("latent", "index")}  # tags of the gathers
+VIEW = {c: f"view.{c}" for c in CHUNK}
 
 def of_layer(pool: Pool, layer: int) -> list[Buffer]:
     "Buffers that a layer has, here or elsewhere: its latent, and its index if it has an indexer"
@@ -374,7 +375,8 @@ class Session(Batch):
                 v_dim=reader.v_dim, scale=reader.scale)
         self._done(layer, "done")
         if not more: return State(out, lse)
-        return State(F.pad(out, (0, 0, 0, 0, 0, more)), F.pad(lse, (0, 0, 0, more), value=-torch.inf))
+        out, lse = F.pad(out, (0, 0, 0, 0, 0, more)), F.pad(lse, (0, 0, 0, more), value=-torch.inf)
+        return State(out, lse)
 
     def finish(self, layer: int) -> Generator[str, None, None]:
         "Complete a layer that only stores"
@@ -387,8 +389,8 @@ class Session(Batch):
         "Rows of the source for live rows; layers that share a selection share the answer"
         known, version, _ = self._locs
         if known is not picked_TK or version != picked_TK._version:
-            n = self.live
-            locs = locs_of(picked_TK[:n], self.t["base"][:n], self.t["table"], self.P)
+            n, t = self.live, self.t
+            locs = self.reader.ops.locs_of(picked_TK[:n], t["base"][:n], t["table"], self.P)
             self._locs = (picked_TK, picked_TK._version, locs)
         return self._locs[2]
 

@@ -1,4 +1,4 @@
-"""Phases 2 and 3: one copy of the cache, sharded by page, and readers that attend as if it were whole
+"""Phases 2 and 3: one copy of the cache, sharded by page, read as if it were whole
 
 In: what a reader takes: a plan, the pool of this rank, the world. Out: the same selections and
 states as from a replicated cache, bit for bit, while each rank keeps one page in `cp_size`.
@@ -93,7 +93,8 @@ class FullView(Reader):
 
     def view_of(self, plan: ForwardPlan) -> ViewPages:
         "The view of a batch, made once however often it is asked for"
-        if self._known is None or self._known[0] is not plan: self._known = (plan, self.pages_of(plan))
+        if self._known is None or self._known[0] is not plan:
+            self._known = (plan, self.pages_of(plan))
         return self._known[1]
 
     def layer_bytes(self, plan: ForwardPlan, layer: int,
@@ -201,7 +202,8 @@ class ChunkReuseSession(FullViewSession):
     def _issue_view(self, layer: int) -> None: pass
 
     def _source(self, component: str, layer: int) -> Generator[str, None, torch.Tensor]:
-        ops, fmt, pages = self.reader.ops, self.of_layer[layer][component == "index"].fmt, self.views[component]
+        ops, pages = self.reader.ops, self.views[component]
+        fmt = self.of_layer[layer][component == "index"].fmt
         if self.view.max_pages: yield from super()._source(component, layer)
         with self.reader.world.marks.range("store"):
             rows = ops.restore_rows(self.chunk[component].flatten(0, 1), self.t["place_row"])

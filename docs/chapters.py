@@ -1,4 +1,5 @@
 """What the site makes of the list of chapters: tables of contents, the house, the API pages"""
+import json
 from pathlib import Path
 
 import floors
@@ -33,6 +34,13 @@ def house(book: list[floors.Chapter]) -> str:
         out.append(":::")
     return "\n".join([*out, "::::"])
 
+def ladder(book: list[floors.Chapter]) -> str:
+    "The table and the picture that nbs/index.ipynb keeps as the output of its ladder cell"
+    cells = json.loads((ROOT/"nbs"/"index.ipynb").read_text(encoding="utf-8"))["cells"]
+    [cell] = [c for c in cells if "draw_ladder(" in "".join(c["source"])]
+    [html] = [o["data"]["text/html"] for o in cell["outputs"] if "data" in o]
+    return "\n".join([":::::{div} cell_output", "```{raw} html", "".join(html), "```", ":::::"])
+
 def write(path: Path, text: str) -> None:
     "Write only what differs, so that Sphinx does not read it again"
     if path.exists() and path.read_text(encoding="utf-8") == text: return
@@ -57,9 +65,10 @@ def api_pages(app) -> None:
         if old.name not in wanted: old.unlink()
 
 def fill_in(app, docname: str, source: list[str]) -> None:
-    "`<!-- contents -->` and `<!-- house -->` on a page of docs/"
+    "`<!-- contents -->`, `<!-- house -->` and `<!-- ladder -->` on a page of docs/"
     if not docname.startswith("docs/"): return
-    for mark, make in (("<!-- contents -->", contents), ("<!-- house -->", house)):
+    for mark, make in (("<!-- contents -->", contents), ("<!-- house -->", house),
+                       ("<!-- ladder -->", ladder)):
         if mark in source[0]: source[0] = source[0].replace(mark, make(floors.chapters(ROOT)))
 
 def setup(app) -> dict:

@@ -392,7 +392,7 @@ def direct_plans(pairs, R, P, rng, **change):
 def test_direct_and_filtered_rows_store_each_row_once(pairs, R, P, seed):
     "By the owner of its page; begun pages come from the gathered chunk, all others from their computer"
     plans = direct_plans(pairs, R, P, np.random.default_rng(seed))
-    lay, ext, stored = plans[0].layout, plans[0].split.extends, []
+    ext, stored = plans[0].split.extends, []
     token_of = {int(g): t for t, g in enumerate(plans[0].order)}
     for p in plans:
         assert p.filters == (R > 1 and any(e.start % P for e in ext))

@@ -5,8 +5,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cpkv.attention import Block, locs_of, no_picks, select_blocks, select_rows, softmax_scale
+from cpkv.attention import Block, no_picks, select_blocks, select_rows, softmax_scale
 from cpkv.ops.index import KEY_TILE
+from cpkv.ops.rows import locs_of
 from cpkv.ops.table import REF
 from cpkv.pool import FORMATS
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from cpkv import cli, demo, doctor
+from cpkv import cli, demo, doctor, ladder
 from cpkv.cli import COMMANDS, columns, finite, main
 from cpkv.demo import FOLLOW_UP, find_model, shipped_text
 from cpkv.laws import CapacityError, ConservationError, RankDied, WaitTimeout
@@ -52,7 +52,7 @@ def threads(monkeypatch):
 def no_work(monkeypatch):
     "A run that must not be reached"
     def ranks(*a, **kw): raise AssertionError("ranks were started")
-    monkeypatch.setattr(demo, "run_ranks", ranks)
+    for chapter in (demo, ladder): monkeypatch.setattr(chapter, "run_ranks", ranks)
 
 
 # -- bad input
@@ -77,8 +77,8 @@ BAD = [
     ("demo --cp 100000", "this machine has"), ("demo --page-size 2147483647", "this machine has"),
     ("demo --format int4", "must be fp32, bf16, fp8 or fp8_packed"),
     ("demo --format FP32", "must be fp32, bf16, fp8 or fp8_packed"),
-    ("demo --placement compute_owner", "comes with 09_compute_owner"),
-    ("demo --placement any", "--placement must be cyclic"), ("demo --host-bytes 0", "14_hicache"),
+    ("demo --placement any", "--placement must be compute_owner or cyclic"),
+    ("demo --host-bytes 0", "14_hicache"),
     ("demo --num-speculative-tokens 2", "16_mtp"), ("demo --experiment accept", "16_mtp"),
     ("demo --transport mooncake-tcp", "15_handoff"), ("demo --transport pigeon", "must be plain"),
     ("demo --cp 2 --cp 4", "--cp is given twice"), ("demo --cp 2 --cp 2", "--cp is given twice"),
@@ -93,6 +93,18 @@ BAD = [
     ("demo --json empty/x", "cannot write --json"), ("doctor --cp 2", "no option --cp"),
     ("doctor --json no/such/x", "cannot write --json"), ("bench speed", "NAME must be plan"),
     ("bench plan plan", "no argument plan"), ("bench --name plan", "no option --name"),
+    ("ladder --model glm-6", "no such model, and no such directory"),
+    ("ladder --model empty", "no such model"), ("ladder --model .", "no config.json"),
+    ("ladder --cp 0", "--cp must be at least 1"), ("ladder --cp 1025", "cp must be 1 to 1024"),
+    ("ladder --chunk 0", "--chunk must be at least 1"), ("ladder --chunk 1.5", "invalid int"),
+    ("ladder --history -1", "--history must be at least 0"),
+    ("ladder --history 16777216", "history must be 0 to"),
+    ("ladder --model glm-5 --history 8000000 --chunk 1", "more than 16384 chunks"),
+    ("ladder --cp 1024 --history 16000000", "this machine has"),
+    ("ladder --format int4", "must be fp32, bf16, fp8 or fp8_packed"),
+    ("ladder --draft --draft", "--draft is given twice"), ("ladder --draft yes", "no argument yes"),
+    ("ladder --draft=1", "ignored explicit argument"), ("ladder --page-size 16", "no option"),
+    ("ladder glm-5", "no argument glm-5"), ("ladder --json no/such/x", "cannot write --json"),
 ]
 
 @pytest.mark.parametrize("words,said", BAD, ids=[w or "nothing" for w, _ in BAD])
@@ -122,8 +134,13 @@ def test_files_without_permission(call, tmp_path, text):
 @pytest.mark.parametrize("value", ["nonsense", "2", "on", "tracefile"])
 def test_a_value_of_debug_that_means_nothing(call, monkeypatch, no_work, value):
     monkeypatch.setenv("CPKV_DEBUG", value)
-    for words in (["demo"], ["bench", "plan"]):
+    for words in (["demo"], ["bench", "plan"], ["ladder"]):
         assert "CPKV_DEBUG must be 0, 1" in refused(call(*words))
+
+def test_numbers_are_not_taken_under_debug(call, monkeypatch, no_work):
+    monkeypatch.setenv("CPKV_DEBUG", "1")
+    for words in (["bench", "plan"], ["ladder"], ["ladder", "--model", "glm-5"]):
+        assert "CPKV_DEBUG off" in refused(call(*words))
 
 def test_a_variable_that_does_not_exist(call, monkeypatch, no_work):
     monkeypatch.setenv("CPKV_DEBGU", "1")
@@ -195,8 +212,9 @@ def test_json_has_what_was_promised(call, threads, text, tmp_path):
     assert doc["version"] and doc["seconds"] > 0 and doc["leaked_pages"] == 0
     assert set(doc["config"]) == {o.key for o in cli.OPTIONS if o.command == "demo"}
     assert doc["config"] | dict(file=0) == dict(
-        file=0, cp=2, page_size=16, chunk=2048, format="fp8_packed", placement="cyclic", seed=0,
-        model=None, layers=4, device_tokens=256, host_bytes=None, num_speculative_tokens=None,
+        file=0, cp=2, page_size=16, chunk=2048, format="fp8_packed", placement="compute_owner",
+        seed=0, model=None, layers=4, device_tokens=256, host_bytes=None,
+        num_speculative_tokens=None,
         transport="plain", experiment=None)     # layers and device_tokens as they came out
     assert {"rest_bytes_per_rank", "replicated_bytes_per_rank", "transport", "handoff_pages",
             "handoff_bytes"} <= set(doc)
@@ -204,7 +222,7 @@ def test_json_has_what_was_promised(call, threads, text, tmp_path):
         assert {"prompt_tokens", "cached_tokens", "cached_device", "cached_host", "computed_tokens",
                 "output_tokens", "received_bytes", "predicted_bytes", "output_bytes",
                 "max_abs_logit_diff", "tokens_equal", "accept_length"} <= set(t)
-        assert len(t["received_bytes"]) == 2 and len(t["received_bytes"][0]) == 4
+        assert len(t["received_bytes"]) == 2 and len(t["received_bytes"][0]) == 5  # NextN
 
 def test_json_alone_on_stdout(call, threads, text):
     code, out, err = call("demo", "--file", text, "--json", "-")

@@ -11,7 +11,7 @@ from cpkv.evidence import VARIABLES
 
 PAGE = (ROOT/knobs.PAGE).read_text(encoding="utf-8")
 CONTRACT = {"file": None, "cp": 2, "page_size": 64, "chunk": 2048, "format": "fp8_packed",
-            "placement": "cyclic", "seed": 0, "model": None, "layers": None, "device_tokens": None,
+            "placement": "compute_owner", "seed": 0, "model": None, "layers": None, "device_tokens": None,
             "host_bytes": None, "num_speculative_tokens": None, "transport": "plain",
             "experiment": None}
 
@@ -23,7 +23,7 @@ def parsers() -> dict[str, argparse.ArgumentParser]:
 def test_the_page_is_up_to_date(): assert PAGE == knobs.page(), "run `make readme`"
 
 def test_the_parser_has_what_the_table_has_and_nothing_else():
-    assert parsers().keys() == COMMANDS.keys() == {"demo", "doctor", "bench", "inspect"}
+    assert parsers().keys() == COMMANDS.keys() == {"demo", "doctor", "bench", "inspect", "ladder"}
     for name, p in parsers().items():
         knobs_of = {a.dest for a in p._actions} - {"help", "json"}
         assert knobs_of == {o.key for o in options_of(name)}

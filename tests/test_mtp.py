@@ -134,10 +134,10 @@ def test_decoded_tokens_extend_the_draft_too():
         engine = engine_of(peers.world(), 24)
         rs = [engine.begin(i, p) for i, p in enumerate(prompts)]
         for r in rs[:2]: r.tokens = np.append(r.tokens, np.int32(greedy(engine.prefill(r))))
-        for step in range(4):
+        for _ in range(4):
             batch = [(rs[0], len(rs[0].tokens)), (rs[1], len(rs[1].tokens))]
             if rs[2].computed < 72: batch.append((rs[2], rs[2].computed + 24))
-            for (r, stop), c in zip(batch, engine.compute(batch)):
+            for (r, _), c in zip(batch, engine.compute(batch)):
                 if c.token is not None: r.tokens = np.append(r.tokens, np.int32(c.token))
         return [bytes_of(engine, r, r.computed) for r in rs[:2]]
     got = run_ranks(rank, 2, backend="local")

@@ -15,9 +15,11 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from cpkv.alloc import Holder, PageAllocator, cyclic_classes, pick_base
 from cpkv.laws import (CapacityError, ConservationError, InputError, LeaseError, OwnershipError,
-                       PageIdError)
+                       PageIdError, ResidencyError)
 from cpkv.layout import PageLayout
-from cpkv.radix import NO_BASE, RadixTree, Residency, Tier, key_bytes, page_hashes
+from cpkv.radix import (NO_BASE, NO_OP, Declined, RadixTree, Residency, Tier, key_bytes,
+                        page_hashes)
+from cpkv.residency import Operations
 
 FREE, TREE, REQUEST = Holder.FREE, Holder.TREE, Holder.REQUEST
 
@@ -31,8 +33,13 @@ def put(t, tokens, pages, base=0):
 
 def shape(t):
     "Everything a tree is, without what a use changes"
-    return [(n.parent.node_id, n.node_id, n.key, n.pages.tolist(), n.base, n.locks, n.hits,
-             tuple(n.residency)) for n in t.nodes()]
+    return [(n.parent.node_id, n.node_id, n.key, n.pages[0].tolist(), n.base, n.locks, n.hits,
+             tuple(n.residency), [p.tolist() for p in n.pages], n.ops) for n in t.nodes()]
+
+def on_host(t, tokens, pages, base=0):
+    done = t.insert(t.key(tokens), pages, base, tier=Tier.HOST)
+    t.check()
+    return done
 
 
 # ── keys ────────────────────────────────────────────────────────────────────────────────────────
@@ -137,16 +144,42 @@ def test_split_at_each_page_keeps_all_in_both_halves(at):
 
 def test_split_copies_a_pending_state_to_both_halves_and_neither_serves():
     t = grow(1)
-    put(t, [1, 2, 3], [1, 2, 3])
-    [n] = t.nodes()
-    n.residency[Tier.DEVICE] = Residency.PENDING
-    assert t.match(t.key([1, 2, 3])).num_tokens == 0
-    put(t, [1, 2, 9], [1, 2, 9])
-    assert [m.residency[0].value for m in t.nodes()] == ["pending", "pending", "ready"]
-    assert t.match(t.key([1, 2, 9])).num_tokens == 0  # below a pending node
-    assert t.match(t.key([1, 2, 9])).base == NO_BASE
-    next(t.nodes()).residency[Tier.DEVICE] = Residency.READY
-    assert t.match(t.key([1, 2, 3])).pages.tolist() == [1, 2]
+    ops = Operations(t)
+    on_host(t, [1, 2, 3], [1, 2, 3])
+    op = ops.begin(Tier.DEVICE, [*t.nodes()], [11, 12, 13])
+    assert t.match(t.key([1, 2, 3])).num_tokens == t.match(t.key([1, 2, 3])).num_host_tokens == 0
+    on_host(t, [1, 2, 9], [1, 2, 9])  # splits it
+    assert [[r.value for r in m.residency] for m in t.nodes()] == [
+        ["pending", "ready"], ["pending", "ready"], ["absent", "ready"]]
+    assert [m.ops[0] for m in t.nodes()] == [op, op, NO_OP]
+    for text in ([1, 2, 3], [1, 2, 9]):
+        m = t.match(t.key(text))
+        assert (m.num_tokens, m.num_host_tokens, m.join, m.base) == (0, 0, op, 0)
+    assert ops.publish(op).taken.tolist() == [11, 12, 13]
+    assert t.match(t.key([1, 2, 3])).pages.tolist() == [11, 12, 13]
+    m = t.match(t.key([1, 2, 9]))
+    assert (m.pages.tolist(), m.host_pages.tolist(), m.join) == ([11, 12], [9], NO_OP)
+
+def test_split_at_each_page_of_a_node_with_everything():
+    for at in range(1, 5):
+        t = grow(1, policy="priority")
+        t.insert(t.key([1, 2, 3, 4, 5]), [11, 12, 13, 14, 15], 3, priority=7)
+        on_host(t, [1, 2, 3, 4, 5], [21, 22, 23, 24, 25], base=3)
+        [node] = t.nodes()
+        names = t.hashes(node)
+        with t.lease(t.match(t.key([1, 2, 3, 4, 5]))):
+            upper = t.split(node, at)
+            for n in (upper, node):
+                assert (n.locks, n.hits, n.used, n.born, n.base, n.priority) == (1, 1, 3, 0, 3, 7)
+            assert upper.pages[1].tolist() + node.pages[1].tolist() == [21, 22, 23, 24, 25]
+            assert upper.hashes + node.hashes == names and len(upper.hashes) == at
+            t.unsplit(upper)  # somebody holds them: they stay apart
+            assert [*t.nodes()] == [upper, node]
+            t.check()
+        t.unsplit(upper)
+        assert [*t.nodes()] == [node] and node.hashes == names
+        assert node.pages[1].tolist() == [21, 22, 23, 24, 25]
+        t.check()
 
 
 # ── insert ──────────────────────────────────────────────────────────────────────────────────────
@@ -180,6 +213,36 @@ def test_another_base_is_declined_also_when_all_is_known():
     assert not put(t, [], [], base=0).declined
     assert t.match(t.key([1, 2])).base == 1 and t.match(t.key([7])).base == 0
 
+def test_a_device_copy_that_was_given_up_comes_back_with_an_insert():
+    t = grow(1)
+    put(t, [1, 2, 3, 4], [11, 12, 13, 14])
+    on_host(t, [1, 2, 3, 4], [21, 22, 23, 24])
+    assert t.evict(3).tolist() == [14, 13, 12]
+    assert t.insert(t.key([1, 2, 3]), [31, 32, 33], base=1).declined is Declined.BASE
+    done = put(t, [1, 2, 3], [31, 32, 33])  # computed again, and its first page in vain
+    assert (done.already, done.taken.tolist(), done.duplicates.tolist()) == (1, [32, 33], [31])
+    m = t.match(t.key([1, 2, 3, 4]))
+    assert (m.pages.tolist(), m.host_pages.tolist()) == ([11, 32, 33], [24])
+    assert m.num_host_tokens == 1 and m.host_path[-1].pages[1].tolist() == [24]
+    assert put(t, [1, 2, 3, 4, 5], [11, 32, 33, 34, 35]).taken.tolist() == [34, 35]
+    assert not t.match(t.key([1, 2, 3, 4, 5])).host_pages.size
+
+def test_nothing_is_inserted_under_a_copy_that_is_on_its_way():
+    t = grow(1)
+    ops = Operations(t)
+    put(t, [1, 2], [11, 12])
+    on_host(t, [1, 2], [21, 22])
+    t.evict(1)
+    op = ops.begin(Tier.DEVICE, t.match(t.key([1, 2])).host_path, [32])
+    before = t.digest()
+    for text, pages in (([1, 2, 3], [11, 42, 43]), ([1, 2], [11, 42])):
+        done = t.insert(t.key(text), pages, 0)
+        assert done.declined is Declined.PENDING and not done.taken.size + done.duplicates.size
+    assert t.digest() == before
+    assert put(t, [1, 9], [11, 49]).taken.tolist() == [49]  # beside it is fine
+    ops.abort(op)
+    assert put(t, [1, 2, 3], [11, 42, 43]).taken.tolist() == [42, 43]
+
 def test_refusals_come_before_any_effect():
     t = grow(1)
     put(t, [1, 2, 3], [11, 12, 13])
@@ -192,10 +255,12 @@ def test_refusals_come_before_any_effect():
             ([8], [-1], 0, PageIdError), ([8], [18], -1, OwnershipError)):
         with pytest.raises(err): t.insert(t.key(tokens), pages, base)
         assert t.digest() == before
+        t.check()
     for bad in (0, -1, 2.0, None):
         with pytest.raises(InputError): RadixTree(bad, namespace="x")
     with pytest.raises(InputError): RadixTree(1, namespace="")
-    with pytest.raises(InputError): RadixTree(1, namespace="x", policy="luck")
+    with pytest.raises(InputError, match="lru.*lfu.*fifo.*priority"):
+        RadixTree(1, namespace="x", policy="luck")
 
 def test_pages_handed_out_cannot_change_the_tree():
     t, mine = grow(1), np.array([11, 12], np.int32)
@@ -246,10 +311,38 @@ def test_a_stale_match_is_refused_and_a_split_one_is_not():
         with t.lease(m): pass
     t.check()
 
+def test_a_lease_keeps_the_host_pages_that_a_match_found():
+    t = grow(1)
+    put(t, [1, 2, 3, 4], [11, 12, 13, 14])
+    on_host(t, [1, 2, 3, 4], [21, 22, 23, 24])
+    t.evict(2)
+    with t.lease(t.match(t.key([1, 2, 3]))):  # one of the host's two nodes' pages
+        assert t.evict(9, Tier.HOST).tolist() == [24]
+        assert t.evict(9).size == 0 and t.num_locked == 2
+    stale = t.match(t.key([1, 2, 3]))
+    with t.lease(t.match(t.key([1]))):
+        assert t.evict(9, Tier.HOST).tolist() == [23, 22, 21]  # the device has what is leased
+    for m in (stale, t.match(t.key([1, 2]))._replace(host_pages=np.array([23], np.int32))):
+        with pytest.raises(LeaseError):
+            with t.lease(m): pass
+    t.check()
+    assert t.pages().tolist() == [11, 12] and t.pages(Tier.HOST).size == 0
+
+def test_a_match_stays_good_when_its_host_part_comes_to_the_device():
+    t = grow(1)
+    ops = Operations(t)
+    on_host(t, [1, 2, 3], [21, 22, 23])
+    m = t.match(t.key([1, 2, 3]))
+    ops.publish(ops.begin(Tier.DEVICE, m.host_path, [11, 12, 13]))
+    with t.lease(m): assert t.num_locked == 3
+    assert t.num_locked == 0
+
 def test_looking_changes_nothing():
     t = grow(2)
     put(t, range(12), range(1, 7))
+    on_host(t, range(8), range(1, 5))
     before = t.digest()
+    t.coldest(3), t.coldest([1, 1], Tier.HOST), t.evictable_by_class(2)
     for n in range(13):
         t.match(t.key([*range(n), 99, 99, 99]))
         t.match(t.reusable(range(n)))
@@ -304,6 +397,54 @@ def test_a_leaf_of_no_use_stays():
         assert t.evict([0, 1]).tolist() == []
     t.check()
 
+
+def test_each_policy_has_its_own_oldest():
+    said = {}
+    for policy in ("lru", "lfu", "fifo", "priority"):
+        t = grow(1, policy=policy)
+        for i, value in enumerate((5, 9, 1, 5), 1): t.insert(t.key([i]), [i], 0, priority=value)
+        for i in (1, 1, 2, 3, 3, 2, 1):
+            with t.lease(t.match(t.key([i]))): pass
+        said[policy] = [t.evict(1).tolist()[0] for _ in range(4)]
+        t.check()
+    assert said == dict(lru=[4, 3, 2, 1], lfu=[4, 3, 2, 1], fifo=[1, 2, 3, 4], priority=[3, 4, 1, 2])
+
+def test_a_priority_is_that_of_the_most_important_request_through_a_node():
+    t = grow(1, policy="priority")
+    t.insert(t.key([1, 2]), [1, 2], 0, priority=3)
+    t.insert(t.key([5]), [5], 0, priority=4)
+    t.insert(t.key([1, 2, 3]), [1, 2, 3], 0, priority=9)
+    t.insert(t.key([1, 2]), [1, 2], 0, priority=1)
+    assert [n.priority for n in t.nodes()] == [9, 9, 4]
+    assert t.evict(4).tolist() == [5, 3, 2, 1]
+
+@pytest.mark.parametrize("shared", [48, 63, 64, 65])
+def test_a_hit_is_what_is_shared_in_pages_and_not_in_pages_times_ranks(shared):
+    P, R = 16, 4
+    c = Cache(R=R, local=9, P=P)
+    first, second = list(range(80)), [*range(shared), *range(200, 232)]
+    c.start(first, 1)
+    c.step(c.live[0], 5)
+    assert c.tree.match(c.tree.reusable(second)).num_tokens == shared // P * P
+    c.start(second, 0)
+    assert c.live[1]["base"] == 1  # of the chain that it goes on
+    for _ in range(3): c.step(c.live[1], 5)
+    c.check()
+    c.drain()
+
+@pytest.mark.parametrize("kept", [0, 512, 576, 640, 700])
+def test_a_request_that_keeps_a_part_frees_each_page_of_the_rest_once(kept):
+    alloc = PageAllocator(PageLayout(cp_size=8, page_size=64), 9)
+    t, tokens = grow(64), list(range(700))
+    [pages] = alloc.take([cyclic_classes(0, 11, 3, 8)])
+    key = t.key(tokens[:kept])
+    done = t.insert(key, pages[:key.num_pages], 3)
+    alloc.move(done.taken, REQUEST, TREE)
+    alloc.free(pages[key.num_pages:])
+    alloc.check()
+    assert sum(alloc.count(TREE)) == t.num_pages == kept // 64
+    alloc.free(t.evict(99), TREE)
+    assert sum(alloc.free_by_class) == 64 and not sum(alloc.count(REQUEST))
 
 # ── allocator and tree together ─────────────────────────────────────────────────────────────────
 
@@ -368,7 +509,7 @@ class Cache:
         want = np.array([need] if isinstance(need, int) else need)
         R = len(want)
         could = self.tree.evictable_by_class(R)
-        locked = {p for n in self.tree.nodes() if n.locks for p in n.pages.tolist()}
+        locked = {p for n in self.tree.nodes() if n.locks for p in n.pages[0].tolist()}
         out = self.tree.evict(need)
         got = np.bincount(out % R, minlength=R)
         assert (got >= np.minimum(want, could)).all() and not set(out.tolist()) & locked
@@ -389,7 +530,7 @@ class Cache:
             assert all(p in held[TREE] or p in r["own"] for p in r["pages"])
             round_ = (r["base"] + np.arange(len(r["pages"]))) % self.R
             assert [p % self.R for p in r["pages"]] == round_.tolist()
-        locked = sum(len(n.pages) for n in self.tree.nodes() if n.locks)
+        locked = sum(len(n.pages[0]) for n in self.tree.nodes() if n.locks)
         leased = {p for r in self.live for p in r["pages"]} & held[TREE]
         assert locked == self.tree.num_locked and len(leased) <= locked
         assert self.tree.num_evictable + locked == len(held[TREE])
@@ -537,22 +678,79 @@ def test_the_digest_sees_each_difference():
     def used(t): next(t.nodes()).used += 1
     def based(t): next(t.nodes()).base = 0
     def pending(t): next(t.nodes()).residency[Tier.DEVICE] = Residency.PENDING
+    def by(t): next(t.nodes()).ops[Tier.HOST] = 3
+    def first(t): next(t.nodes()).born += 1
+    def valued(t): next(t.nodes()).priority += 1
+    def hosted(t): t.insert(t.key([1]), [7], 1, tier=Tier.HOST)
     def clock(t): t.clock += 1
     def cut(t): t.evict(1)
-    def split(t): t._split(next(t.nodes()), 1)
+    def split(t): t.split(next(t.nodes()), 1)
     seen = {tree().digest()}
-    for change in (leased, hit, used, based, pending, clock, cut, split):
+    for change in (leased, hit, used, based, pending, by, first, valued, hosted, clock, cut, split):
         t = tree()
         change(t)
         seen.add(t.digest())
-    assert len(seen) == 9 and tree().digest() in seen
+    assert len(seen) == 13 and tree().digest() in seen
+
+def test_the_step_digest_sees_each_call():
+    def tree(tokens=(1, 2, 3), pages=(11, 12, 13), base=1, P=1, **kw):
+        t = grow(P, **kw)
+        t.insert(t.key([*tokens]), pages, base)
+        return t
+    def lease(t, n):
+        with t.lease(t.match(t.key([1, 2, 3][:n]))): pass
+    def begin(t): return (o := Operations(t)), o.begin(Tier.HOST, [*t.nodes()], [1, 2, 3])
+    calls = [lambda t: t.evict(1), lambda t: t.evict(2), lambda t: lease(t, 1), lambda t: lease(t, 2),
+             lambda t: t.drop(next(t.nodes()), Tier.DEVICE), lambda t: begin(t),
+             lambda t: t.insert(t.key([1]), [7], 1, tier=Tier.HOST), lambda t: t.insert(t.key([1]), [7], 1),
+             lambda t: (lambda o, op: o.publish(op))(*begin(t)),
+             lambda t: (lambda o, op: o.end(op, 2))(*begin(t)),
+             lambda t: (lambda o, op: o.abort(op))(*begin(t))]
+    seen = [tree().step_digest, tree(tokens=(1, 2, 4)).step_digest, tree(pages=(11, 12, 14)).step_digest,
+            tree(tokens=(1, 2), pages=(11, 12)).step_digest, tree(pairs=True, tokens=(1, 2, 3, 4)).step_digest]
+    for call in calls:
+        t = tree()
+        call(t)
+        seen.append(t.step_digest)
+    assert len(set(seen)) == len(seen) == 16 and tree().step_digest == seen[0]
+    assert all(type(x) is int and 0 <= x < 2**61 for x in seen)
+    a, b = tree(), tree()
+    with a.lease(a.match(a.key([1, 2, 3]))):
+        lease(b, 3)
+        assert a.step_digest != b.step_digest
+    assert a.step_digest == b.step_digest
+    a.evict(1)
+    for t in (a, b): t.evict(3)
+    assert a.pages().tolist() == b.pages().tolist() == [] and a.step_digest != b.step_digest
+
+def test_each_token_is_in_the_step_digest():
+    text = np.arange(1, 22, dtype=np.int32)
+    seen = set()
+    for i in range(-1, 21):
+        t, other = grow(3), text.copy()
+        if i >= 0: other[i] += 100
+        t.insert(t.key(other), range(1, 8), 0)
+        seen.add(t.step_digest)
+    assert len(seen) == 22
+
+def hosted(t, n):
+    "A host copy that stands on none"
+    t.hold(Tier.HOST, np.array([5], np.int32))
+    t.set_copy(n, Tier.HOST, Residency.READY, np.array([5], np.int32), NO_OP)
 
 @pytest.mark.parametrize("fault,err", [
-    (lambda t, n: t._held.discard(11), ConservationError),
-    (lambda t, n: t._held.add(99), ConservationError),
+    (lambda t, n: t.held[0].discard(11), ConservationError),
+    (lambda t, n: t.held[0].add(99), ConservationError),
     (lambda t, n: setattr(n, "locks", 1), LeaseError),
     (lambda t, n: setattr(t, "num_locked", 1), LeaseError),
     (lambda t, n: setattr(n, "key", b""), ConservationError),
+    (lambda t, n: setattr(n, "hashes", [b""] * 2), ConservationError),
+    (lambda t, n: t.num_ready.__setitem__(0, 2), ConservationError),
+    (lambda t, n: n.residency.__setitem__(1, Residency.READY), ConservationError),
+    (lambda t, n: n.residency.__setitem__(0, Residency.ABSENT), ConservationError),
+    (lambda t, n: n.ops.__setitem__(0, 5), ResidencyError),
+    (lambda t, n: t.set_copy(n, Tier.DEVICE, Residency.PENDING, n.pages[0], 5), ConservationError),
+    (lambda t, n: hosted(t, n), ResidencyError),
     (lambda t, n: setattr(n, "base", 7), OwnershipError)])
 def test_the_recount_finds_each_fault(fault, err):
     t = grow(1)
@@ -584,16 +782,25 @@ def test_match_is_the_longest_prefix_that_a_plain_dict_knows(texts, P):
 def test_a_long_chain_of_nodes_is_no_trouble():
     t, text = grow(1), np.arange(1500)
     for n in range(1, 1501): t.insert(t.key(text[:n]), np.arange(1, n + 1), 0)
+    last = [*t.nodes()][-1]
+    assert t.hashes(last) == page_hashes(t, t.key(text))[-1:]
     assert len(list(t.nodes())) == 1500 and t.match(t.key(text)).num_tokens == 1500
     t.check()
     assert "32 of 1500 nodes" in t._repr_html_() and len(t.digest()) == 64
     with t.lease(t.match(t.key(text))): assert t.num_locked == 1500
-    assert t.evict(5000).tolist() == list(range(1500, 0, -1))
+    ops = Operations(t)
+    ops.publish(ops.begin(Tier.HOST, [*t.nodes()], np.arange(1, 1501)))
+    ops.check()
+    assert t.evict(5000).tolist() == t.evict(5000, Tier.HOST).tolist() == list(range(1500, 0, -1))
 
 def test_it_draws_itself():
     t = grow(1)
     assert "0 pages" in t._repr_html_()
     put(t, range(20), range(1, 21), base=1)
     with t.lease(t.match(t.key([0, 1]))): html = t._repr_html_()
-    assert "pages 1 2 | base 1 | locks 1 | hits 1 | device ready" in html
-    assert "pages 3 4 5 6 .. 18 19 20 | base 1 | locks 0" in html
+    assert "device ready: 1 2 | base 1 | locks 1 | hits 1" in html
+    assert "device ready: 3 4 5 6 .. 18 19 20 | base 1 | locks 0" in html
+    Operations(t).begin(Tier.HOST, [next(t.nodes())], [7, 8])
+    html = t.draw(cp_size=4)._repr_html_()
+    assert "device ready: 1 2 | host pending by 0: 7 8 | base 1 | locks 1 | hits 1 | owners 1 2" in html
+    assert "20 pages, 2 locked, 2 pending" in html

@@ -15,7 +15,7 @@ owners, layers or requests."""
 
 # %% auto #0
 __all__ = ['move_bytes', 'RowFormat', 'read_field', 'row_offsets', 'check_ids', 'store_rows', 'gather_rows', 'gather_pages',
-           'page_rows', 'restore_rows']
+           'page_rows', 'restore_rows', 'locs_of']
 
 # %% ../../nbs/02b_rows.ipynb #b65360ee
 import itertools
@@ -199,3 +199,16 @@ def restore_rows(
     "Rows back in their own order"
     check_ids(order_T, 0, len(gathered_NB), "row")
     return gathered_NB.index_select(0, order_T)
+
+# %% ../../nbs/02b_rows.ipynb #7585130a
+def locs_of(
+    picked_TK: torch.Tensor,  # positions, -1 for none
+    base_T: torch.Tensor,     # where each row's request begins in `table`
+    table: torch.Tensor,      # int64 page of the source for each page of each request, flat
+    page_size: int,           # tokens a page
+) -> torch.Tensor:            # [T, K] int64 rows of the source, -1 for none
+    "Rows of the view or pool that hold the picked positions"
+    pos_TK = picked_TK.clamp_min(0).to(torch.int64)
+    nth_TK = torch.div(pos_TK, page_size, rounding_mode="floor")
+    page_TK = table[base_T[:, None] + nth_TK]
+    return torch.where(picked_TK >= 0, page_TK * page_size + pos_TK % page_size, -1)

@@ -38,6 +38,7 @@ class Ops:
     gather_pages: Callable
     page_rows: Callable
     restore_rows: Callable
+    locs_of: Callable
     index_logits: Callable
     topk: Callable
     sparse_mla: Callable
@@ -52,5 +53,6 @@ REF = Ops(
     silu_mul=_dense.silu_mul, route=_dense.route, experts=_dense.experts,
     store_rows=_rows.store_rows, gather_rows=_rows.gather_rows,
     gather_pages=_rows.gather_pages, page_rows=_rows.page_rows, restore_rows=_rows.restore_rows,
+    locs_of=_rows.locs_of,
     index_logits=_index.index_logits, topk=_index.topk,
     sparse_mla=_sparse.sparse_mla, merge_states=_sparse.merge_states)
