@@ -117,6 +117,10 @@ class PageAllocator:
         "Who holds a page that is no sink"
         return Holder(int(self._holder[self._valid([page])[0]]))
 
+    def is_held(self, pages: np.ndarray, holders: Sequence[Holder]) -> np.ndarray:
+        "Is each page held by one of these?"
+        return np.isin(self._holder[pages], holders)
+
     def take(self,
         classes: Sequence[np.ndarray],  # a chain each: class of every new page, in order
     ) -> list[np.ndarray]:              # a chain each: its pages, int32, now a request's

@@ -32,6 +32,7 @@ from .compute_owner import (PLACEMENTS, SPLITTERS, Chain, Dealt, check_choice, c
                                 split_batch)
 from .evidence import buffer_facts, page_facts
 from .laws import CapacityError, ConservationError, InputError, LawError, OrderError
+from .laws import ResidencyError
 from .layer_split import READERS
 from .layout import PageLayout
 from .model import Model
@@ -232,6 +233,7 @@ class Engine:
 
     def _run(self, ready: Ready, captures: Sequence[bool], choose: Choose) -> list["Computed"]:
         batch = ready.batch
+        for r, _ in batch: self._check_resident(r)
         with self.world.marks.range("plan"):
             plan = ForwardPlan(
                 split=ready.split, layout=self.layout, direct=ready.direct, rank=self.world.rank,
@@ -248,6 +250,13 @@ class Engine:
                                                digest=plan.digest)
         return out
 
+    def _check_resident(self, r: Request) -> None:
+        "Every page of a request is held by it or by the tree"
+        gone = r.pages[~self.alloc.is_held(r.pages, (Holder.TREE, Holder.REQUEST))]
+        if len(gone):
+            raise ResidencyError("pages of a request are not resident", request=r.request,
+                                 rank=self.world.rank, pages=gone[:8].tolist())
+
     def take_pages(self, batch: Sequence[tuple[Request, int]]) -> Ready:
         "Pages for the whole batch, cold prefixes evicted if a class is short; all or nothing"
         R = self.layout.cp_size
@@ -257,7 +266,11 @@ class Engine:
         short = np.maximum(need - self.alloc.free_by_class, 0)
         if short.any() and (short <= self.tree.evictable_by_class(R)).all():
             self.alloc.free(self.tree.evict(short.tolist()), Holder.TREE)
-        for (r, _), base, new in zip(batch, dealt.bases, self.alloc.take(dealt.classes)):
+        try: taken = self.alloc.take(dealt.classes)
+        except CapacityError as e:
+            who = dict(rank=self.world.rank, requests=[r.request for r, _ in batch])
+            raise CapacityError(e.message, **who, **e.facts) from e
+        for (r, _), base, new in zip(batch, dealt.bases, taken):
             r.base, r.pages = int(base), np.concatenate([r.pages, new])
         return Ready(tuple(batch), split, dealt.direct or self.world.size == 1)
 

@@ -6,7 +6,7 @@ from hypothesis import given, settings, strategies as st
 
 from cpkv.alloc import Holder
 from cpkv.engine import Engine, EngineConfig, Request, generate, next_stop
-from cpkv.laws import CapacityError, ConservationError, InputError, OrderError
+from cpkv.laws import CapacityError, ConservationError, InputError, OrderError, ResidencyError
 from cpkv.launch import run_ranks
 from cpkv.model import TINY, Model, parse_config, random_weights
 from cpkv.ops.table import REF
@@ -17,9 +17,9 @@ MODEL = Model(CONFIG, random_weights(CONFIG, seed=1), REF)
 PROMPT = np.random.default_rng(2).integers(0, 256, 70)
 
 
-def engine_of(world, P=16, chunk=48, tokens=256, reader="full_view", fmt="fp32", model=MODEL):
+def engine_of(world, P=16, chunk=48, tokens=256, reader="full_view", fmt="fp32", model=MODEL, **more):
     sizes = EngineConfig(page_size=P, chunk=chunk, device_tokens=tokens, max_tokens=tokens,
-                         reader=reader, format=fmt)
+                         reader=reader, format=fmt, **more)
     engine = Engine(world, model, sizes)
     engine.pool.poison()
     return engine
@@ -205,3 +205,46 @@ def bytes_of(peers):
 @pytest.mark.parametrize("ranks", [1, 2, 3, 8])
 def test_bytes_are_predicted(ranks):
     for got, predicted in local(bytes_of, ranks): assert got == predicted
+
+
+# -- refusals before any effect, with request and numbers
+
+
+def test_a_batch_that_no_class_can_hold_is_refused_whole():
+    "One class is short: the others stay as they are, and the message names the requests"
+    def rank(peers):
+        engine = engine_of(peers.world(), P=4, chunk=1000, tokens=64, placement="compute_owner")
+        engine.alloc.take([np.ones(7, np.int64)])                    # rank 1 has one page left, rank 0 eight
+        rs = [engine.begin(i, PROMPT[:16]) for i in (5, 6)]
+        before = engine.alloc.free_by_class
+        with pytest.raises(CapacityError, match=r"class is short.*requests=\[5, 6\]") as e: engine.compute([(r, 16) for r in rs])
+        facts = e.value.facts
+        assert facts["requests"] == [5, 6] and facts["need"] == [4, 4] and facts["free"] == before == [8, 1]
+        assert facts["rank"] == peers.rank and all(len(r.pages) == 0 for r in rs)
+        return len(engine.world.ledger.entries)
+    assert local(rank, 2) == [0, 0]
+
+def test_a_prefix_whose_pages_are_not_there_is_refused_before_the_forward():
+    engine = engine_of(Solo(), P=4, chunk=1000)
+    r = engine.begin(3, PROMPT[:9])
+    engine.prefill(r)
+    r.tokens = np.append(r.tokens, np.int32(1))
+    engine.alloc.free(r.pages[:1])                                   # somebody gave away what it stands on
+    before = len(engine.world.ledger.entries)
+    with pytest.raises(ResidencyError, match="not resident") as e: engine.step(r)
+    assert (e.value.facts["request"], e.value.facts["pages"]) == (3, r.pages[:1].tolist())
+    assert len(engine.world.ledger.entries) == before and r.computed == 9
+
+@pytest.mark.slow
+def test_32k_tokens_in_chunks_with_hits_in_the_tree():
+    "Two ranks, pages of 64, chunks of 2,048: the second prompt finds 24K tokens of the first"
+    long = np.random.default_rng(3).integers(0, 256, 32 << 10)
+    other = np.append(long[:24 << 10], long[:512])
+    def rank(peers, **more):
+        engine = engine_of(peers.world(), P=64, chunk=2048, tokens=64 << 10, fmt="fp8_packed", **more)
+        out = [generate(engine, i, p, 2) for i, p in enumerate((long, other))]
+        hit = engine.tree.match(engine.tree.reusable(other)).num_tokens
+        return out, hit, engine.leaked_pages()
+    want, *_ = local(rank, 1, reader="replicated")[0]
+    for out, hit, leaked in local(rank, 2, reader="chunk_reuse", placement="compute_owner"):
+        assert all(same(a, b) for a, b in zip(out, want)) and hit >= 24 << 10 and leaked == 0

@@ -7,8 +7,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from cpkv.all_gather import SPLITS, Extend, ForwardPlan, interleave_split, zigzag_split
+from cpkv.bench import IDLE, IdleWorld, idle
 from cpkv.laws import OrderError
 from cpkv.launch import run_ranks
 from cpkv.layout import PageLayout
@@ -394,3 +396,48 @@ def test_two_equal_batches_swapped_on_one_rank_are_found():
         reader, plans = bench(peers, FullView, [[(0, 0, 9)], [(1, 0, 9)]])
         for plan in plans[::-1] if reader.world.rank else plans: finish_one(reader, plan)
     with pytest.raises(OrderError, match="digest"): run_ranks(rank, 2, backend="local")
+
+
+# -- nothing is mapped twice
+
+
+class Made(TorchDispatchMode):
+    "Integer tensors that are made while it is on"
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **kwargs or {})
+        fresh = isinstance(out, torch.Tensor) and not out.is_floating_point() and out.dtype != torch.uint8
+        known = {x.untyped_storage().data_ptr() for x in args if isinstance(x, torch.Tensor)}
+        if fresh and out.untyped_storage().data_ptr() not in known: self.seen.append(str(func))
+        return out
+
+@pytest.mark.parametrize("kind", READERS.values(), ids=READERS)
+def test_no_layer_makes_an_index_tensor_but_its_selection(kind):
+    "With verbs that return what they have, a layer makes one tensor of integers: the positions picked"
+    layers, lay = 3, PageLayout(cp_size=1, page_size=4)
+    batch = [(0, 9, 21)]
+    plan = probe_plan(batch, probe_pages([batch], lay), lay, 0, 1)
+    pool = Pool(lay, has_index=(True, True, False), dims=PROBE_DIMS, format=format_of("fp32"), local_pages=8)
+    ops = dataclasses.replace(REF, **{n: idle(getattr(REF, n)) for n in IDLE})
+    reader = kind(IdleWorld(), pool, ops, Scratch(1 << 16), index_topk=8, v_dim=12, scale=1.)
+    q, w, mine = torch.zeros(32, 16, 8), torch.zeros(32, 16), torch.zeros(32, 2, 16)
+    def run():
+        session, made = reader.open(plan), []
+        for n in range(layers):
+            rows = dict(latent=torch.zeros(32, 16)) | (dict(index=torch.zeros(32, 8)) if n < 2 else {})
+            with Made() as m:
+                run_to_end(session.put(n, **rows))
+                if n < 2: picked = run_to_end(session.select(n, q, w))
+                run_to_end(session.attend(n, mine, picked))
+            made.append(m.seen)
+        session.end()
+        return made
+    run()                                                            # verbs have answered once
+    assert run() == [["aten.full.default"], ["aten.full.default"], []]
+
+def test_the_count_sees_an_index_tensor():
+    with Made() as m: torch.arange(3) + 1
+    assert len(m.seen) == 2
