@@ -25,7 +25,7 @@ import torch
 from .all_gather import ForwardPlan, token_cuts
 from .laws import ConfigError
 from .pool import Buffer, Pool
-from .reader import ALIGN, VIEW, Reader, of_layer, widths
+from .reader import ALIGN, VIEW, Arrive, Reader, is_here, of_layer, widths
 from .shared_kv import READERS as BY_PAGE, FullView, FullViewSession
 from .world import World, broadcast_bytes
 
@@ -66,8 +66,9 @@ class LayerSplit(FullView):
         "Layers whose pages a rank keeps"
         return tuple(o == rank for o in layer_owners(layers, ranks))
 
-    def open(self, plan: ForwardPlan, stores: frozenset[int] = frozenset()) -> "LayerSplitSession":
-        return LayerSplitSession(self, plan, stores)
+    def open(self, plan: ForwardPlan, stores: frozenset[int] = frozenset(),
+             arrive: Arrive = is_here) -> "LayerSplitSession":
+        return LayerSplitSession(self, plan, stores, arrive)
 
     @staticmethod
     def scratch_bytes(pool: Pool, ranks: int, tokens: int, chunk: int, requests: int = 1) -> int:

@@ -31,8 +31,8 @@ from .laws import ConservationError
 from .layout import PageLayout
 from .ops.table import REF
 from .pool import POISON, PayloadDims, Pool, format_of
-from .reader import ALIGN, EXCHANGE, VIEW, Reader, Scratch, Session, of_layer, run_to_end
-from .reader import widths
+from .reader import ALIGN, EXCHANGE, VIEW, Arrive, Reader, Scratch, Session, is_here, of_layer
+from .reader import run_to_end, widths
 from .world import Peers, gather_bytes
 
 # %% ../nbs/07_shared_kv.ipynb #46ca80f0
@@ -80,8 +80,9 @@ class FullView(Reader):
     @staticmethod
     def shards(ranks: int) -> int: return ranks
 
-    def open(self, plan: ForwardPlan, stores: frozenset[int] = frozenset()) -> "FullViewSession":
-        return FullViewSession(self, plan, stores)
+    def open(self, plan: ForwardPlan, stores: frozenset[int] = frozenset(),
+             arrive: Arrive = is_here) -> "FullViewSession":
+        return FullViewSession(self, plan, stores, arrive)
 
     @staticmethod
     def scratch_bytes(pool: Pool, ranks: int, tokens: int, chunk: int, requests: int = 1) -> int:
@@ -181,8 +182,9 @@ class ChunkReuse(FullView):
     name, reuses = "chunk_reuse", True
     pages_of = staticmethod(reuse_pages)
 
-    def open(self, plan: ForwardPlan, stores: frozenset[int] = frozenset()) -> "ChunkReuseSession":
-        return ChunkReuseSession(self, plan, stores)
+    def open(self, plan: ForwardPlan, stores: frozenset[int] = frozenset(),
+             arrive: Arrive = is_here) -> "ChunkReuseSession":
+        return ChunkReuseSession(self, plan, stores, arrive)
 
     @staticmethod
     def scratch_bytes(pool: Pool, ranks: int, tokens: int, chunk: int, requests: int = 1) -> int:

@@ -1,4 +1,6 @@
 """One request and batches through the engine: same bits by every path, one holder a page, all back"""
+from functools import partial
+
 import numpy as np
 import pytest
 import torch
@@ -245,6 +247,6 @@ def test_32k_tokens_in_chunks_with_hits_in_the_tree():
         out = [generate(engine, i, p, 2) for i, p in enumerate((long, other))]
         hit = engine.tree.match(engine.tree.reusable(other)).num_tokens
         return out, hit, engine.leaked_pages()
-    want, *_ = local(rank, 1, reader="replicated")[0]
-    for out, hit, leaked in local(rank, 2, reader="chunk_reuse", placement="compute_owner"):
+    want, *_ = local(partial(rank, reader="replicated"), 1)[0]
+    for out, hit, leaked in local(partial(rank, reader="chunk_reuse"), 2):
         assert all(same(a, b) for a, b in zip(out, want)) and hit >= 24 << 10 and leaked == 0

@@ -14,7 +14,7 @@ VERBS = [f.name for f in fields(Ops) if f.name != "name"]
 def test_the_verbs_are_those_of_the_floor():
     assert VERBS == ["dense", "dense_heads", "rms_norm", "layer_norm", "rope_interleaved",
                      "rope_half", "silu_mul", "route", "experts", "store_rows", "gather_rows",
-                     "gather_pages", "page_rows", "restore_rows", "index_logits", "topk", "sparse_mla",
+                     "gather_pages", "page_rows", "restore_rows", "locs_of", "index_logits", "topk", "sparse_mla",
                      "merge_states"]
 
 @pytest.mark.parametrize("verb", VERBS)

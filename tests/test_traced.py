@@ -163,6 +163,6 @@ def test_an_error_without_run_ranks_has_them_too(monkeypatch):
     config = parse_config(TINY)
     engine = Engine(Solo(debug=True), Model(config, random_weights(config, 0), REF), SIZES)
     r = engine.begin(0, np.arange(50))
-    monkeypatch.setattr(engine, "_forward", lambda plan: (_ for _ in ()).throw(OrderError("x")))
+    monkeypatch.setattr(engine, "_forward", lambda *_: (_ for _ in ()).throw(OrderError("x")))
     with pytest.raises(OrderError) as e: engine.step(r)
     assert [v["kind"] for v in e.value.facts["events"]] == ["pool", "match"]
