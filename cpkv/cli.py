@@ -33,7 +33,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
 from . import __version__
-from .bench import BENCHES, run_bench
+from .bench import BENCHES, OF_TRACE, run_bench
 from .compute_owner import PLACEMENTS
 from .demo import differences, read_text, run_demo
 from .doctor import run_doctor
@@ -69,7 +69,8 @@ class Option:
         return self.name.upper() if self.is_positional else f"--{self.name}"
 
     @property
-    def is_positional(self) -> bool: return self.command in ("bench", "inspect")
+    def is_positional(self) -> bool:
+        return (self.command, self.name) in (("bench", "name"), ("inspect", "file"))
 
 # %% ../nbs/21_cli.ipynb #58214d07
 MOST = 2**31 - 1  # of any integer option
@@ -113,7 +114,9 @@ OPTIONS = (
     Option(command="ladder", name="format", help="bytes of latent and index rows", kind=str,
            default="fp8_packed", value="NAME", choices=tuple(FORMATS)),
     Option(command="bench", name="name", help="one benchmark", kind=str, value="NAME",
-           choices=tuple(BENCHES), unset="all"),
+           choices=(*BENCHES, *OF_TRACE), unset="all"),
+    Option(command="bench", name="trace", help="JSON lines with hash_ids, for the benchmark cache",
+           kind=str, value="PATH", unset="cache does not run"),
     Option(command="inspect", name="file", help="what CPKV_DEBUG=trace:FILE wrote", kind=str,
            value="FILE", unset="needed"))
 
@@ -188,7 +191,7 @@ def _run_doctor(c: dict[str, Any]) -> dict[str, Any]:
     checks = run_doctor()
     return dict(ok=all(k["ok"] for k in checks if k["required"]), checks=checks)
 
-def _run_bench(c: dict[str, Any]) -> dict[str, Any]: return dict(ok=True) | run_bench(c["name"])
+def _run_bench(c: dict[str, Any]) -> dict[str, Any]: return dict(ok=True) | run_bench(c["name"], c["trace"])
 
 def _run_ladder(c: dict[str, Any]) -> dict[str, Any]: return run_ladder(**c)
 
@@ -235,8 +238,11 @@ def show_doctor(r: dict[str, Any]) -> str:
                      + (f"\n{'':26} {c['hint']}" if c["hint"] else "") for c in r["checks"])
 
 def show_bench(r: dict[str, Any]) -> str:
-    parts = [(k.rpartition("_"), v) for k, v in r.items() if k not in ("ok", "runs")]
-    rows = [(what or unit, f"{v:.4g}", unit) for (what, _, unit), v in parts]
+    def unit_of(key: str) -> str:
+        return next((u for u in ("gb_s", "mtok_s") if key.endswith(u)), key.rpartition("_")[2])
+    parts = [(k, unit_of(k), v) for k, v in r.items() if k not in ("ok", "runs")]
+    rows = [(k.removesuffix(u).rstrip("_") or u, f"{v:.4g}", u.replace("_", "/"))
+            for k, u, v in parts]
     out = columns([("what", "value", "unit"), *rows])
     runs = [("backend", "ranks", "bytes", "us", "GB/s"),
             *((x["backend"], x["ranks"], x["bytes"], f"{x['us']:.0f}", f"{x['gb_s']:.3g}")

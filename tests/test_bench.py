@@ -1,4 +1,6 @@
 """Benchmarks run, say their unit, and measure what they say; how fast is nobody's test"""
+import json
+
 import pytest
 
 from cpkv import bench
@@ -53,3 +55,13 @@ def test_two_sides_are_timed_in_turns_and_say_what_they_said():
     best, said = bench._best_of((side("a"), side("b")), blocks=2, steps=3)
     assert calls == ["a"] * 3 + ["b"] * 3 + ["a"] * 3 + ["b"] * 3 and len(best) == 2
     assert said == [[1, 2, 3, 7, 8, 9], [4, 5, 6, 10, 11, 12]]
+
+def test_the_cache_runs_on_the_trace_that_it_is_given(monkeypatch, tmp_path):
+    lines = [dict(hash_ids=[1, 2, i], input_length=1536) for i in range(3, 9)]
+    trace = tmp_path/"trace.jsonl"
+    trace.write_text("".join(json.dumps(x) + "\n" for x in lines))
+    monkeypatch.setattr(bench, "bench_copies", lambda: {"copy_gb_s": 1.0})
+    r = run_bench("cache", str(trace))
+    assert {"match_p50_us", "match_mtok_s", "insert_p50_us", "match_128k_us", "key_us", "copy_gb_s"} <= set(r)
+    assert all(v > 0 for v in r.values())
+    with pytest.raises(InputError, match="needs a trace"): run_bench("cache")

@@ -91,7 +91,7 @@ BAD = [
     ("demo --model empty", "no such checkpoint directory"), ("demo --model .", "no config.json"),
     ("demo --json no/such/dir/x", "cannot write --json"), ("demo --json .", "cannot write --json"),
     ("demo --json empty/x", "cannot write --json"), ("doctor --cp 2", "no option --cp"),
-    ("doctor --json no/such/x", "cannot write --json"), ("bench speed", "NAME must be plan"),
+    ("doctor --json no/such/x", "cannot write --json"), ("bench speed", "NAME must be plan"), ("bench cache", "needs a trace: --trace PATH"),
     ("bench plan plan", "no argument plan"), ("bench --name plan", "no option --name"),
     ("ladder --model glm-6", "no such model, and no such directory"),
     ("ladder --model empty", "no such model"), ("ladder --model .", "no config.json"),
@@ -275,7 +275,7 @@ def test_a_failure_in_the_work_is_written(call, monkeypatch, tmp_path, error, co
     got, out, err = call("bench", "plan", "--json", tmp_path/"r.json")
     doc = json.loads((tmp_path/"r.json").read_text())
     assert (got, out) == (code, "") and doc["error"]["type"] == type(error).__name__
-    assert doc["command"] == "bench" and not doc["ok"] and doc["config"] == {"name": "plan"}
+    assert doc["command"] == "bench" and not doc["ok"] and doc["config"] == {"name": "plan", "trace": None}
     known = not isinstance(error, RuntimeError)
     assert ("Traceback" in err) == (not known) and (err.count("\n") == 1) == known
 
