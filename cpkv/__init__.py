@@ -16,6 +16,7 @@
 - `cpkv.evidence`: What a rank did to its pages: a list that costs a branch while nobody asks
 - `cpkv.groups`: Ranks that are processes: one process group a lane
 - `cpkv.handoff`: From prefill ranks that own pages to a decode process that wants them all, in order
+- `cpkv.hicache`: The host tier's policy: what is copied and when, and what goes when room is short
 - `cpkv.host_pool`: One host object for the whole payload, under one budget
 - `cpkv.inspect`: A proof, from what the ranks wrote down, that the cache was sharded
 - `cpkv.ladder`: The phases side by side: what a rank keeps, receives and needs, told by the engine that runs
@@ -44,8 +45,10 @@
 - `cpkv.residency`: Copies of nodes on their way from tier to tier, none of them seen before it is whole
 - `cpkv.sample`: The next token from a row of logits, the same on every rank and in every batch
 - `cpkv.schedule`: Which requests run together in a step, and what happens when they do not fit
+- `cpkv.settle`: What is on its way between the tiers ends on all ranks alike, by one vector a step
 - `cpkv.shared_kv`: Phases 2 and 3: one copy of the cache, sharded by page, read as if it were whole
 - `cpkv.tensors`: Named tensors in safetensors files: found by name, checked by their headers, read by memory map
+- `cpkv.tiers`: What an engine asks of its cache's tiers: one of them, or two
 - `cpkv.world`: The only way to other ranks"""
 
 __version__ = "0.1.0"

@@ -35,6 +35,7 @@ from .copies import bench_copies
 from .demo import as_tokens, shipped_text
 from .engine import Engine, EngineConfig, greedy
 from .evidence import refuse_numbers
+from .hicache import agreement_us
 from .launch import run_ranks
 from .laws import InputError, LawError
 from .layout import PageLayout, owner_loc_ms
@@ -213,7 +214,7 @@ def bench_hf(num_tokens: int = 8192, blocks: int = 6, steps: int = 8) -> dict[st
 # %% ../nbs/20_bench.ipynb #f54b052c
 def bench_cache(trace: str | Path) -> dict[str, float]:
     "What the prefix tree and the host tier cost on a trace"
-    return bench_radix(trace) | bench_copies()
+    return bench_radix(trace) | dict(agreement_us=agreement_us()) | bench_copies()
 
 # %% ../nbs/20_bench.ipynb #86dd22fe
 BENCHES = {"plan": bench_plan, "link": bench_link, "hf": bench_hf}

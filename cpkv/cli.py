@@ -35,7 +35,7 @@ from typing import Any, NamedTuple, NoReturn
 from . import __version__
 from .bench import BENCHES, OF_TRACE, run_bench
 from .compute_owner import PLACEMENTS
-from .demo import differences, read_text, run_demo
+from .demo import TALKS, differences, read_text, run_demo
 from .doctor import run_doctor
 from .evidence import VARIABLES, check_gates
 from .inspect import inspect_text, inspect_trace
@@ -94,15 +94,15 @@ OPTIONS = (
     _demo_option("layers", "only the first so many layers", unset="all"),
     _demo_option("device-tokens", "usable tokens of the whole pool", value="T",
                  unset="as many as the conversation has"),
-    _demo_option("host-bytes", "host tier of each rank, bytes", value="B", unset="none",
-                 later="14_hicache"),
+    _demo_option("host-bytes", "host tier of each rank, bytes", value="B",
+                 unset="as much as the conversations need", least=0),
     _demo_option("num-speculative-tokens", "draft tokens a step", value="K", unset="none",
-                 later="16_mtp"),
+                 later="16a_verify"),
     _demo_option("transport", "how pages reach the decode process", kind=str, default="plain",
                  value="NAME", choices=("plain",),
                  later={t: "15_handoff" for t in ("memcpy", "mooncake-tcp", "mooncake-rdma")}),
     _demo_option("experiment", "accept: accept lengths by path", kind=str, value="NAME",
-                 unset="none", later="16_mtp"),
+                 unset="none", later="16a_verify"),
     Option(command="ladder", name="model", help=f"{', '.join(PRESETS)}, or a checkpoint directory",
            kind=str, default="tiny", value="NAME"),
     Option(command="ladder", name="draft", help="with the NextN layer", kind=bool, default=False),
@@ -184,14 +184,16 @@ def check_json_path(path: str | None) -> None:
 # %% ../nbs/21_cli.ipynb #9e2df676
 def _run_demo(c: dict[str, Any]) -> dict[str, Any]:
     sizes = {k: c[k] for k in ("page_size", "chunk", "format", "placement")}
-    same = {k: c[k] for k in ("cp", "model", "seed", "layers", "device_tokens")}
-    return run_demo(text=read_text(c["file"]), engine=sizes, progress=sys.stderr.isatty(), **same)
+    same = {k: c[k] for k in ("cp", "model", "seed", "layers", "device_tokens", "host_bytes")}
+    return run_demo(text=read_text(c["file"]), engine=sizes, progress=sys.stderr.isatty(),
+                    turns=len(TALKS), **same)
 
 def _run_doctor(c: dict[str, Any]) -> dict[str, Any]:
     checks = run_doctor()
     return dict(ok=all(k["ok"] for k in checks if k["required"]), checks=checks)
 
-def _run_bench(c: dict[str, Any]) -> dict[str, Any]: return dict(ok=True) | run_bench(c["name"], c["trace"])
+def _run_bench(c: dict[str, Any]) -> dict[str, Any]:
+    return dict(ok=True) | run_bench(c["name"], c["trace"])
 
 def _run_ladder(c: dict[str, Any]) -> dict[str, Any]: return run_ladder(**c)
 
@@ -212,21 +214,27 @@ def _bytes(values: Sequence[int]) -> str:
     low, high = bytes_text(min(values)), bytes_text(max(values))
     return high if low == high else f"{low} to {high}"
 
+def _show_host(r: dict[str, Any]) -> list[str]:
+    if "host_used_bytes" not in r: return []
+    used, budget = (_bytes(r[k]) for k in ("host_used_bytes", "host_budget_bytes"))
+    return [f"host tier of each rank: {used} of {budget}",
+            f"written to it: {bytes_text(r['written_host_bytes'])}; "
+            f"loaded back: {bytes_text(r['loaded_host_bytes'])}"]
+
 def show_demo(r: dict[str, Any]) -> str:
-    rows = [("turn", "prompt", "cached", "computed", "received", "predicted", "tokens", "logits",
-             "KV")]
-    def word(ok: bool) -> str: return "equal" if ok else "DIFFER"
+    rows = [("turn", "prompt", "device", "host", "computed", "received", "predicted", "oracle")]
     for i, t in enumerate(r["turns"]):
         got, said = (bytes_text(max(map(sum, t[k]))) for k in ("received_bytes", "predicted_bytes"))
-        rows.append((i + 1, t["prompt_tokens"], t["cached_tokens"], t["computed_tokens"], got, said,
-                     word(t["tokens_equal"]), word(t["max_abs_logit_diff"] == 0),
-                     word(t["kv_equal"])))
+        rows.append((i + 1, t["prompt_tokens"], t["cached_device"], t["cached_host"],
+                     t["computed_tokens"], got, said,
+                     ", ".join(differences(t)) + " DIFFER" if differences(t) else "equal"))
     rest, whole = r["rest_bytes_per_rank"], r["replicated_bytes_per_rank"]
     n = f"{len(rest)} rank{'s' * (len(rest) > 1)}"
     return "\n".join([
         columns(rows), "",
-        f"received by the busiest of {n}; equal, or not, to a single rank alone",
+        f"received by the busiest of {n}; oracle: tokens, logits and KV bytes of one rank alone",
         f"at rest, one copy: {_bytes(rest)} on each of {n} (replicated: {_bytes(whole)})",
+        *_show_host(r),
         f"handed to decode: {r['handoff_pages']:,} pages, {bytes_text(r['handoff_bytes'])}; "
         f"decoded: {sum(t['output_tokens'] for t in r['turns'])} tokens; "
         f"leaked pages: {r['leaked_pages']}"])

@@ -133,6 +133,12 @@ class Copies:
         "The same for loads"
         return self._ready(Kind.LOAD)
 
+    def failed(self, kind: Kind) -> list[Failed]:
+        "Results of those that have ended badly; popping is another matter"
+        if not self._ops[kind]: return []
+        ended = self._ops[kind][:len(self._ready(kind))]
+        return [op.result() for op in ended if op.errors]
+
     def pop_writes(self, count: int) -> list[Done | Failed]:
         "Results of the first writes, `count` agreed by all ranks; their claims end"
         return self._pop(Kind.WRITE, count)

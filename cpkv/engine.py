@@ -21,7 +21,8 @@ __all__ = ['NO_PAGES', 'Choose', 'EngineConfig', 'Request', 'Ready', 'Computed',
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 
 import numpy as np
 import torch
@@ -31,16 +32,19 @@ from .alloc import Holder, PageAllocator
 from .compute_owner import (PLACEMENTS, SPLITTERS, Chain, Dealt, check_choice, classes,
                                 split_batch)
 from .evidence import buffer_facts, page_facts
+from .hicache import Answer
 from .laws import CapacityError, ConservationError, InputError, LawError, OrderError
 from .laws import ResidencyError
 from .layer_split import READERS
 from .layout import PageLayout
 from .model import Model
 from .mtp import Draft, NoDraft
+from .nodes import NO_OP
 from .output import gather_output, output_bytes
 from .pool import Pool, format_of
 from .radix import NO_BASE, RadixTree
 from .reader import Scratch
+from .tiers import DeviceAndHost, DeviceOnly, HostConfig, LoadFailed
 from .world import World
 
 # %% ../nbs/17_engine.ipynb #5bc29dc8
@@ -57,6 +61,9 @@ class EngineConfig:
     placement: str = "compute_owner"  # which rank keeps a new page
     max_batch: int = 64            # requests of one step
     namespace: str = ""            # all else that changes bytes: model, weights, dtype
+    host_bytes: int = 0            # host memory of a rank's cache; 0 is no host tier
+    policy: str = "write_through"  # when the host tier is written
+    after_hits: int = 1            # uses of a prefix before write-through copies it
 
     def __post_init__(self):
         for name in ("page_size", "chunk", "device_tokens", "max_tokens", "max_batch"):
@@ -80,6 +87,8 @@ class Request:
     pages: np.ndarray = field(default_factory=NO_PAGES.copy)  # logical, of positions from 0 on
     computed: int = 0         # tokens whose KV is complete
     cached: int = 0           # tokens of them that were found in the tree
+    cached_host: int = 0      # of those, found in the host tier alone
+    loads: tuple[int, ...] = ()  # operations that bring them
     shared: int = 0           # leading pages that the tree holds
     base: int = NO_BASE       # class of the chain's page 0, once it has one
     leases: ExitStack = field(default_factory=ExitStack)
@@ -140,6 +149,7 @@ class Engine:
         self.alloc = PageAllocator(lay, local)
         name = f"{config.namespace}|{config.format}|cp {shards}"
         self.tree = RadixTree(config.page_size, namespace=name, pairs=self.draft.pairs)
+        self.tiers = self._make_tiers()
         need = reader.scratch_bytes(self.pool, world.size, config.device_tokens, config.chunk,
                                     config.max_batch)
         self.scratch = Scratch(need, device)
@@ -148,6 +158,17 @@ class Engine:
         self.predicted: Counter[int] = Counter()  # bytes that a rank receives, by layer
         self.trace = world.trace
         if self.trace.on: self._tell_pool()
+
+    def _make_tiers(self) -> DeviceOnly:
+        c = self.config
+        if not c.host_bytes: return DeviceOnly(self.tree, self.alloc)
+        host = HostConfig(host_bytes=c.host_bytes, policy=c.policy, after_hits=c.after_hits)
+        draft_layers = len(self.draft.has_index) - self.model.config.num_hidden_layers
+        return DeviceAndHost(self.world, self.tree, self.alloc, self.pool, draft_layers, host)
+
+    def close(self) -> None:
+        "Give back the host tier's threads and memory"
+        self.tiers.close()
 
     def _tell_pool(self) -> None:
         R = self.layout.cp_size
@@ -163,10 +184,7 @@ class Engine:
 
     def has_room(self, r: Request) -> bool:
         "Are there pages, free or cold, for all tokens that a request has now?"
-        R = self.layout.cp_size
-        need = np.bincount(self._arrange([(r, len(r.tokens))])[1].classes[0], minlength=R)
-        room = np.add(self.alloc.free_by_class, self.tree.evictable_by_class(R))
-        return bool((need <= room).all())
+        return self._arrange([(r, len(r.tokens))])[2]
 
     def begin(self, request: int, tokens: np.ndarray) -> Request:
         "Match and lease; at least one token is left to compute"
@@ -178,12 +196,17 @@ class Engine:
 
     def reuse(self, r: Request, limit: int | None = None) -> None:
         "Start a request that has nothing from the longest known prefix, of at most `limit` tokens"
-        known = self.tree.reusable(r.tokens) if limit is None else self.tree.key(
-            r.tokens[:min(limit, len(r.tokens) - 1)])
-        match = self.tree.match(known)
-        r.base, r.pages, r.shared = match.base, match.pages, len(match.pages)
-        r.cached = r.computed = match.num_tokens
-        r.leases.enter_context(self.tree.lease(match))
+        known = self.tree.reusable(r.tokens if limit is None else r.tokens[:limit + 1])
+        while True:
+            leased = r.leases.enter_context(self.tree.lease(self.tree.match(known)))
+            load = self.tiers.load(leased, r.request, r.leases)
+            if load.answer not in (Answer.WAIT, Answer.NO_ROOM) or not self.tiers.is_moving: break
+            r.leases.close()  # copies on their way bring what it needs, or hold its room
+            self.tiers.finish()
+        r.base, r.pages = leased.base, np.concatenate([leased.pages, load.pages])
+        r.shared, r.loads = len(r.pages), () if load.op == NO_OP else (load.op,)
+        r.cached = r.computed = len(r.pages) * self.config.page_size
+        r.cached_host = len(load.pages) * self.config.page_size
         if self.trace.on: self.trace.event(
             "match", self.pool, request=r.request, tokens=len(r.tokens), cached=r.cached,
             base=int(r.base), **page_facts(self.layout, r.pages))
@@ -234,6 +257,7 @@ class Engine:
     def _run(self, ready: Ready, captures: Sequence[bool], choose: Choose) -> list["Computed"]:
         batch = ready.batch
         for r, _ in batch: self._check_resident(r)
+        loads = tuple(sorted({op for r, _ in batch for op in r.loads}))
         with self.world.marks.range("plan"):
             plan = ForwardPlan(
                 split=ready.split, layout=self.layout, direct=ready.direct, rank=self.world.rank,
@@ -241,31 +265,39 @@ class Engine:
                 page_tables=tuple(r.pages for r, _ in batch),
                 tokens=tuple(r.tokens for r, _ in batch),
                 samples=tuple(stop == len(r.tokens) for r, stop in batch))
-        self._agree(plan)
-        out = self._forward(plan, choose)
+        self._agree(plan.digest, [r.request for r, _ in batch])
+        self._check_loads(batch)
+        out = self._forward(plan, choose, batch, loads)
         for r, stop in batch:
-            r.computed = stop
+            r.computed, r.loads = stop, ()
             r.check()
             if self.trace.on: self.trace.event("commit", self.pool, request=r.request, tokens=stop,
                                                digest=plan.digest)
         return out
 
     def _check_resident(self, r: Request) -> None:
-        "Every page of a request is held by it or by the tree"
-        gone = r.pages[~self.alloc.is_held(r.pages, (Holder.TREE, Holder.REQUEST))]
+        "Every page of a request is held by it, by the tree, or by a load that it joined"
+        if self.tiers.failed_ops.intersection(r.loads): return  # `_check_loads` says so
+        holders = (Holder.TREE, Holder.REQUEST, *(Holder.TRANSFER,) * len(r.loads))
+        gone = r.pages[~self.alloc.is_held(r.pages, holders)]
         if len(gone):
             raise ResidencyError("pages of a request are not resident", request=r.request,
                                  rank=self.world.rank, pages=gone[:8].tolist())
 
+    def _check_loads(self, batch: Sequence[tuple[Request, int]]) -> None:
+        "No load that a request of the batch reads has failed; the same answer on all ranks"
+        bad = [r.request for r, _ in batch if self.tiers.failed_ops.intersection(r.loads)]
+        if bad: raise LoadFailed("a load-back failed: the requests start again", requests=bad,
+                                 rank=self.world.rank)
+
     def take_pages(self, batch: Sequence[tuple[Request, int]]) -> Ready:
         "Pages for the whole batch, cold prefixes evicted if a class is short; all or nothing"
-        R = self.layout.cp_size
         for r, _ in batch: self._give_back(r)
-        split, dealt = self._arrange(batch)
-        need = np.bincount(np.concatenate(dealt.classes), minlength=R)
-        short = np.maximum(need - self.alloc.free_by_class, 0)
-        if short.any() and (short <= self.tree.evictable_by_class(R)).all():
-            self.alloc.free(self.tree.evict(short.tolist()), Holder.TREE)
+        split, dealt, fits = self._arrange(batch)
+        if not fits:
+            self.tiers.finish()  # pages that are being copied cannot go before
+            split, dealt, _ = self._arrange(batch)
+        self.tiers.make_room(self._need(dealt).tolist())
         try: taken = self.alloc.take(dealt.classes)
         except CapacityError as e:
             who = dict(rank=self.world.rank, requests=[r.request for r, _ in batch])
@@ -280,28 +312,49 @@ class Engine:
         self.alloc.free(r.pages[keep:])
         r.pages = r.pages[:keep]
 
-    def _arrange(self, batch: Sequence[tuple[Request, int]]) -> tuple[Split, Dealt]:
-        "Who computes what, and the class of each new page; integers that change nothing"
-        free, P = self.alloc.free_by_class, self.config.page_size
-        extends = [Extend(request=r.request, start=r.computed, stop=stop) for r, stop in batch]
-        split = split_batch(self.config.split, extends, self.world.size, P, free)
-        chains = [Chain(r.base, len(r.pages)) for r, _ in batch]
-        return split, classes(split, chains, self.config.placement, self.layout, free)
+    def _need(self, dealt: Dealt) -> np.ndarray:
+        "New pages of each class"
+        return np.bincount(np.concatenate(dealt.classes), minlength=self.layout.cp_size)
 
-    def _agree(self, plan: ForwardPlan) -> None:
-        "One vector a step: the plan's digest and its negative"
-        low, neg_high = self.world.agreed_min([plan.digest, -plan.digest])
+    def _arrange(self, batch: Sequence[tuple[Request, int]]) -> tuple[Split, Dealt, bool]:
+        "Who computes what, the class of each new page, and does it fit; changes nothing"
+        extends = [Extend(request=r.request, start=r.computed, stop=stop) for r, stop in batch]
+        chains = [Chain(r.base, len(r.pages)) for r, _ in batch]
+        c, ranks, free = self.config, self.world.size, np.array(self.alloc.free_by_class)
+        def deal(counts: np.ndarray) -> tuple[Split, Dealt]:
+            split = split_batch(c.split, extends, ranks, c.page_size, counts.tolist())
+            return split, classes(split, chains, c.placement, self.layout, counts)
+        split, dealt = deal(free)
+        if (self._need(dealt) <= free).all(): return split, dealt, True
+        room = free + self.tree.evictable_by_class(self.layout.cp_size)  # cold prefixes may go
+        if (self._need(dealt) > room).any(): split, dealt = deal(room)
+        if (self._need(dealt) > room).any() and dealt.direct:  # then anywhere
+            split = replace(split, aligned=False)
+            dealt = classes(split, chains, c.placement, self.layout, room)
+        return split, dealt, bool((self._need(dealt) <= room).all())
+
+    def _agree(self, digest: int, requests: list[int]) -> None:
+        "One vector a step: the plan's digest and its negative, and what the tiers have to say"
+        low, neg_high, *rest = self.world.agreed_min([digest, -digest, *self.tiers.vector()])
         if low != -neg_high:
             raise OrderError("ranks are about to run different plans", rank=self.world.rank,
-                             digest=plan.digest, lowest=low, highest=-neg_high,
-                             requests=[e.request for e in plan.split.extends])
+                             digest=digest, lowest=low, highest=-neg_high, requests=requests)
+        self.tiers.settle(rest)
 
-    def _forward(self, plan: ForwardPlan, choose: Choose) -> list["Computed"]:
+    def tick(self) -> None:
+        "A step without a batch: copies end all the same"
+        self._agree(0, [])
+
+    def _forward(self, plan: ForwardPlan, choose: Choose, batch: Sequence[tuple[Request, int]],
+                 loads: tuple[int, ...]) -> list["Computed"]:
         "Run target and draft; a session that fails gives its scratch back"
         with self.world.marks.range("plan"):
-            session = self.reader.open(plan, self.draft.stores(plan))
+            session = self.reader.open(plan, self.draft.stores(plan),
+                                       partial(self.tiers.wait_layer, loads))
         try:
             hidden_TD = self.model.forward(session)
+            self.tiers.verdict(loads)
+            self._check_loads(batch)
             last_BD, rows = gather_output(self.world, plan, hidden_TD)
             logits = self.model.logits(last_BD)
             tokens = choose(list(logits))
@@ -324,7 +377,11 @@ class Engine:
     def prefill(self, r: Request) -> torch.Tensor:
         "All chunks of one request; logits of the last token [vocab]"
         while True:
-            logits = self.step(r)
+            try: logits = self.step(r)
+            except LoadFailed:
+                self.abort(r)
+                self.reuse(r)
+                continue
             if logits is not None: return logits
 
     # -- holders
@@ -339,7 +396,7 @@ class Engine:
         self.alloc.move(got.taken, Holder.REQUEST, Holder.TREE)
         match = self.tree.match(key)
         before, r.leases = r.leases, ExitStack()
-        r.leases.enter_context(self.tree.lease(match))
+        self.tiers.written(r.leases.enter_context(self.tree.lease(match)))
         before.close()
         self.alloc.free(got.duplicates, Holder.REQUEST)
         r.pages = np.concatenate([match.pages, r.pages[key.num_pages:]])
@@ -357,23 +414,22 @@ class Engine:
         "What is the request's own is free, its leases end; a second call changes nothing"
         self.alloc.free(r.pages[r.shared:], Holder.REQUEST)
         r.leases.close()
-        r.pages, r.shared, r.cached, r.computed, r.base = NO_PAGES, 0, 0, 0, NO_BASE
+        r.pages, r.shared, r.base, r.loads = NO_PAGES, 0, NO_BASE, ()
+        r.cached = r.cached_host = r.computed = 0
 
     def check(self) -> None:
-        "Law 1: holders add up, and the tree holds what the allocator says that it holds"
+        "Law 1: holders add up, in every tier"
         self.alloc.check()
-        self.tree.check()
-        held = sum(self.alloc.count(Holder.TREE))
-        if held != self.tree.num_pages:
-            raise ConservationError("tree and allocator differ", tree=self.tree.num_pages,
-                                    held=held)
+        self.tiers.check()
 
     def leaked_pages(self) -> int:
         "Pages that nobody accounts for when nothing runs and the tree is emptied"
+        self.tiers.finish()
         self.check()
+        host = self.tiers.lost_pages()
         self.alloc.free(self.tree.evict(self.tree.num_pages), Holder.TREE)
         lost = self.alloc.num_pages - self.layout.num_sinks - sum(self.alloc.count(Holder.FREE))
-        return lost + (self.scratch.free_bytes != len(self.scratch.arena))
+        return lost + host + (self.scratch.free_bytes != len(self.scratch.arena))
 
 # %% ../nbs/17_engine.ipynb #6fea3ede
 def decode(engine: Engine, r: Request, first: int, num_tokens: int

@@ -92,7 +92,7 @@ def draw_sends(sends: Sequence[Send]) -> Svg:
 def pool_facts(pool: Pool) -> dict[str, str]:
     "A line a buffer, for the start-up check of both sides"
     lines = pool.signature().split("\n")
-    facts = {"pool.buffers": len(lines), "pool.page_size": pool.layout.page_size}
+    facts = {"pool.buffer": f"{len(lines)} of them", "pool.page_size": pool.layout.page_size}
     facts |= {f"pool.buffer.{i}": line for i, line in enumerate(lines)}
     return {k: str(v) for k, v in facts.items()}
 

@@ -233,7 +233,7 @@ class Forecast(Engine):
         for r, stop in ready.batch: r.computed = stop
         return []
 
-    def _forward(self, plan: ForwardPlan, choose: Choose) -> list[Computed]:
+    def _forward(self, plan: ForwardPlan, choose: Choose, *_: object) -> list[Computed]:
         self.predict(plan)
         return [Computed(None, None, None)] * len(plan.samples)
 

@@ -25,7 +25,7 @@ __all__ = ['NO_BASE', 'NO_OP', 'NO_PAGES', 'POLICIES', 'Tier', 'Residency', 'Nod
 import enum
 import heapq
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from types import MappingProxyType
 
 import numpy as np
@@ -322,28 +322,31 @@ class Nodes(Recount):
         if r[tier] is not _READY or _PENDING in r: return False
         return not n.locks or r.index(_READY) != tier
 
-    def evictable(self, tier: Tier = Tier.DEVICE) -> dict[Node, int]:
+    def evictable(self, tier: Tier = Tier.DEVICE, but: Collection[Node] = ()) -> dict[Node, int]:
         "Nodes whose copy eviction could reach, with the number of copies right under each"
         out = {}
         for n in reversed([*self.nodes()]):
             below = [c for c in n.children.values() if c.residency[tier] is not _ABSENT]
-            if self.is_free(n, tier) and all(c in out for c in below): out[n] = len(below)
+            if n in but or not self.is_free(n, tier): continue
+            if all(c in out for c in below): out[n] = len(below)
         return out
 
-    def evictable_by_class(self, cp_size: int, tier: Tier = Tier.DEVICE) -> list[int]:
+    def evictable_by_class(self, cp_size: int, tier: Tier = Tier.DEVICE,
+                           but: Collection[Node] = ()) -> list[int]:
         "Pages of them by owner; ask before an eviction that could not be enough"
         layout = PageLayout(cp_size=cp_size, page_size=self.page_size)
-        pages = np.concatenate([NO_PAGES, *(n.pages[tier] for n in self.evictable(tier))])
+        pages = np.concatenate([NO_PAGES, *(n.pages[tier] for n in self.evictable(tier, but))])
         return layout.count_by_owner(pages).tolist()
 
     def coldest(self,
         need: int | Sequence[int],   # pages; or pages of each class, a number for every class
         tier: Tier = Tier.DEVICE,
+        but: Collection[Node] = (),  # whose copies stay in any case
     ) -> dict[Node, int]:            # leaves first, and how many of its pages each would keep
         "What `evict` would take; looks and changes nothing"
         want = np.array([need] if isinstance(need, int | np.integer) else need, np.int64)
         owner = PageLayout(cp_size=len(want), page_size=self.page_size).owner_of_page
-        under, heap, stay = self.evictable(tier), [], {}
+        under, heap, stay = self.evictable(tier, but), [], {}
         def push(n: Node, late: bool = False) -> None:
             heapq.heappush(heap, (late, self.order(n), n.node_id, n))
         for n, copies in under.items():
@@ -368,11 +371,16 @@ class Nodes(Recount):
         return stay
 
     def evict(self,
-        need: int | Sequence[int],  # pages; or pages of each class, a number for every class
+        need: int | Sequence[int],   # pages; or pages of each class, a number for every class
         tier: Tier = Tier.DEVICE,
-    ) -> np.ndarray:                # pages given back, fewer than asked if there were no more
+        but: Collection[Node] = (),  # whose copies stay in any case
+    ) -> np.ndarray:                 # pages given back, fewer than asked if there were no more
         "Pages of a tier from the tails of its leaves, by policy; the caller frees them"
-        gone = [self._cut(n, keep, tier)[::-1] for n, keep in self.coldest(need, tier).items()]
+        return self.give_back(self.coldest(need, tier, but), tier)
+
+    def give_back(self, cold: Mapping[Node, int], tier: Tier) -> np.ndarray:
+        "What `coldest` named, for who has looked at it before it goes"
+        gone = [self._cut(n, keep, tier)[::-1] for n, keep in cold.items()]
         out = np.concatenate([NO_PAGES, *gone])
         self.note(4, tier, out)
         return out

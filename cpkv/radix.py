@@ -196,6 +196,14 @@ class RadixTree(Nodes):
         return Match(pages, n * self.page_size, host_pages, len(host_pages) * self.page_size,
                      tuple(device), tuple(host), path[0].base, join, key)
 
+    def rest(self, match: Match) -> list[Node]:
+        "Nodes after the device's part of a match as they are now; the last ends where the key does"
+        path, _, inside = self._walk(match.key)
+        if path: path[-1] = self.split(path[-1], inside)
+        ends = np.cumsum([len(n.key) for n in path], dtype=np.int64)
+        first = int(np.searchsorted(ends, len(match.pages) * self.width, side="right"))
+        return path[first:]
+
     # -- lease
 
     @contextmanager

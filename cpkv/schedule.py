@@ -29,6 +29,7 @@ import torch
 from .engine import Computed, Engine, Ready, Request, next_stop
 from .laws import CapacityError, InputError, OrderError
 from .sample import Sampling, logprobs_of, sample
+from .tiers import LoadFailed
 
 # %% ../nbs/17a_schedule.ipynb #a9728e16
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,6 +61,7 @@ class Running:
     prompt_logprobs: dict[int, float] = field(default_factory=dict)  # by position
     hidden: dict[int, torch.Tensor] = field(default_factory=dict)    # by position
     cached: int = 0                                         # prompt tokens found at first
+    cached_host: int = 0                                    # of those, in the host tier alone
     retracted: int = 0                                      # times that it gave way
     error: CapacityError | None = None
 
@@ -96,10 +98,22 @@ class Scheduler:
         "One forward of what fits; the requests that it ended"
         self._admit()
         batch, ready = self._fit(self._pick())
-        if not batch: return self._ended()
+        if not batch:
+            self.engine.tick()
+            return self._ended()
         captures = [run.want.captures for run, _ in batch]
-        self._collect(batch, self.engine.run(ready, captures, partial(self._choose, batch)))
+        try: computed = self.engine.run(ready, captures, partial(self._choose, batch))
+        except LoadFailed as e: self._requeue(e.facts["requests"])
+        else: self._collect(batch, computed)
         return self._ended()
+
+    def _requeue(self, requests: list[int]) -> None:
+        "Start again those whose load failed, the eldest first"
+        for run in reversed([run for run in self.running if run.r.request in requests]):
+            self.engine.abort(run.r)
+            self.running.remove(run)
+            run.retracted += 1
+            self.waiting.appendleft(run)
 
     def run(self) -> dict[int, Running]:
         "Step until nobody is left; all that ended, by id"
@@ -128,7 +142,7 @@ class Scheduler:
             if self.running and not self.engine.has_room(run.r):
                 self.engine.abort(run.r)
                 return
-            if not run.retracted: run.cached = run.r.cached
+            if not run.retracted: run.cached, run.cached_host = run.r.cached, run.r.cached_host
             self.running.append(self.waiting.popleft())
 
     def _reusable(self, run: Running) -> int:

@@ -62,6 +62,7 @@ def test_the_cache_runs_on_the_trace_that_it_is_given(monkeypatch, tmp_path):
     trace.write_text("".join(json.dumps(x) + "\n" for x in lines))
     monkeypatch.setattr(bench, "bench_copies", lambda: {"copy_gb_s": 1.0})
     r = run_bench("cache", str(trace))
-    assert {"match_p50_us", "match_mtok_s", "insert_p50_us", "match_128k_us", "key_us", "copy_gb_s"} <= set(r)
+    assert {"match_p50_us", "match_mtok_s", "insert_p50_us", "match_128k_us", "key_us", "agreement_us",
+            "copy_gb_s"} <= set(r)
     assert all(v > 0 for v in r.values())
     with pytest.raises(InputError, match="needs a trace"): run_bench("cache")

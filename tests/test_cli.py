@@ -78,8 +78,8 @@ BAD = [
     ("demo --format int4", "must be fp32, bf16, fp8 or fp8_packed"),
     ("demo --format FP32", "must be fp32, bf16, fp8 or fp8_packed"),
     ("demo --placement any", "--placement must be compute_owner or cyclic"),
-    ("demo --host-bytes 0", "14_hicache"),
-    ("demo --num-speculative-tokens 2", "16_mtp"), ("demo --experiment accept", "16_mtp"),
+    ("demo --host-bytes 10", "at least a page"), ("demo --host-bytes -1", "--host-bytes must be at least 0"),
+    ("demo --num-speculative-tokens 2", "16a_verify"), ("demo --experiment accept", "16a_verify"),
     ("demo --transport mooncake-tcp", "15_handoff"), ("demo --transport pigeon", "must be plain"),
     ("demo --cp 2 --cp 4", "--cp is given twice"), ("demo --cp 2 --cp 2", "--cp is given twice"),
     ("demo --file a --file b", "--file is given twice"), ("demo --json a --json -", "given twice"),
@@ -213,11 +213,13 @@ def test_json_has_what_was_promised(call, threads, text, tmp_path):
     assert set(doc["config"]) == {o.key for o in cli.OPTIONS if o.command == "demo"}
     assert doc["config"] | dict(file=0) == dict(
         file=0, cp=2, page_size=16, chunk=2048, format="fp8_packed", placement="compute_owner",
-        seed=0, model=None, layers=4, device_tokens=256, host_bytes=None,
+        seed=0, model=None, layers=4, device_tokens=320, host_bytes=doc["host_budget_bytes"][0],
         num_speculative_tokens=None,
-        transport="plain", experiment=None)     # layers and device_tokens as they came out
+        transport="plain", experiment=None)     # layers, device_tokens, host_bytes as they came out
     assert {"rest_bytes_per_rank", "replicated_bytes_per_rank", "transport", "handoff_pages",
-            "handoff_bytes"} <= set(doc)
+            "handoff_bytes", "host_budget_bytes", "host_used_bytes", "written_host_bytes",
+            "loaded_host_bytes"} <= set(doc)
+    assert doc["turns"][-1]["cached_host"] > 0 and len(doc["turns"]) == 4
     for t in doc["turns"]:
         assert {"prompt_tokens", "cached_tokens", "cached_device", "cached_host", "computed_tokens",
                 "output_tokens", "received_bytes", "predicted_bytes", "output_bytes",

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from cpkv.all_gather import Extend, direct_rows, interleave_split, owned_rows, zigzag_split
 from cpkv.alloc import Holder, PageAllocator, pick_base
-from cpkv.compute_owner import (NO_BASE, PLACEMENTS, SPLITTERS, Chain, blind, blind_split, check_choice,
+from cpkv.compute_owner import (NO_BASE, PLACEMENTS, SPLITTERS, Chain, blind, blind_split, check_choice, fullest,
                                 classes, computing_ranks, counted, deal, fill, grow, hit_pages, split_batch,
                                 stale, trial)
 from cpkv.launch import run_ranks
@@ -144,13 +144,13 @@ def test_trap_a_chain_without_a_tree_has_a_base_too(placement):
     assert got.bases == (0,) and [len(c) for c in got.classes] == [0]
 
 def test_trap_a_base_is_kept_through_direct_chunks_and_fallbacks():
-    "Chunks of 4 pages, 1 token, 1 page, 4 pages on two ranks: what falls back draws from base + place"
+    "Chunks of 4 pages, 1 token, 1 page, 4 pages on two ranks: what falls back takes the fullest class"
     lay, chain, seen = PageLayout(cp_size=2, page_size=4), Chain(1, 0), []
     for a, b in itertools.pairwise([0, 16, 17, 20, 24, 40]):
-        made = page_split([Extend(request=0, start=a, stop=b)], 2, 4, [9, 9])
-        got = classes(made, [chain], "compute_owner", lay, [9, 9])
+        made = page_split([Extend(request=0, start=a, stop=b)], 2, 4, [8, 9])
+        got = classes(made, [chain], "compute_owner", lay, [8, 9])
         assert got.bases == (1,)
-        if not got.direct: assert got.classes[0].tolist() == [(1 + chain.num_pages + k) % 2 for k in range(len(got.classes[0]))]
+        if not got.direct: assert got.classes[0].tolist() == [1] * len(got.classes[0])
         chain = Chain(1, chain.num_pages + len(got.classes[0]))
         seen.append((got.direct, len(got.classes[0])))
     assert seen == [(True, 4), (False, 1), (False, 0), (False, 1), (True, 4)]
@@ -161,7 +161,7 @@ def test_trap_one_class_is_empty_and_the_sum_is_not():
     full = alloc.take([np.full(10, 3)])[0]
     assert sum(alloc.free_by_class) == 30 and alloc.available_tokens == 0
     made = page_split([Extend(request=0, start=0, stop=32)], 4, 4, alloc.free_by_class)
-    for placement in PLACEMENTS:
+    for placement in PLACEMENTS:                                        # aligned: a page on each segment
         got = classes(made, [Chain(NO_BASE, 0)], placement, lay, alloc.free_by_class)
         before = [alloc.free_by_class, alloc.count(Holder.REQUEST)]
         with pytest.raises(CapacityError, match="short of pages.*need=.*free="): alloc.take(got.classes)
@@ -182,12 +182,12 @@ def test_trap_a_second_request_of_the_batch_is_short():
     alloc.take(got.classes[:1])
 
 def test_trap_pages_held_ahead_are_not_written_directly():
-    "They were drawn before anybody knew who computes them: dealt cyclically, accepted by the plan"
+    "They were drawn before anybody knew who computes them: the rest comes from wherever most is free"
     lay, pool = PageLayout(cp_size=2, page_size=4), PageAllocator(PageLayout(cp_size=2, page_size=4), 20)
     made = page_split([Extend(request=0, start=0, stop=32)], 2, 4, [9, 9])
     ahead = pool.take([np.arange(5) % 2])[0]
     got = classes(made, [Chain(0, 5)], "compute_owner", lay, [9, 9])
-    assert not got.direct and got.classes[0].tolist() == [1, 0, 1]
+    assert not got.direct and got.classes[0].tolist() == [0, 1, 0]
     pages = {0: np.append(ahead, pool.take(got.classes)[0])}
     probe_plan([(0, 0, 32)], pages, lay, 0, 2, split=lambda *_: made)
     with pytest.raises(OwnershipError):
@@ -416,3 +416,12 @@ def test_the_digest_tells_placements_apart():
     lay = PageLayout(cp_size=2, page_size=4)
     plan = probe_plan([(0, 0, 64)], pages, lay, 0, 2, split=split, direct=True)
     assert plan.digest != dataclasses.replace(plan, direct=False).digest
+
+@given(st.lists(st.integers(0, 9), min_size=1, max_size=8), st.integers(0, 30))
+def test_what_is_not_written_directly_takes_each_page_from_the_fullest_class(free, num):
+    left, want = list(free), []
+    for _ in range(num):
+        want.append(left.index(max(left)))
+        left[want[-1]] -= 1
+    assert fullest(np.array(free), num).tolist() == want
+    if num <= sum(free): assert min(left) >= 0                          # no class is short while another has pages

@@ -114,6 +114,21 @@ def test_a_host_pool_of_another_payload_is_refused_at_start():
     with pytest.raises(ConfigError): Copies(device, host)
 
 
+@pytest.mark.parametrize("kind", Kind)
+def test_what_failed_is_told_before_it_is_popped(kind):
+    with Bed() as b:
+        stored = b.store(0, [1])
+        b.gate.fail(OSError("broken"), 2)
+        for i in (1, 2, 3):
+            if kind is Kind.WRITE: b.copies.backup(i, np.array([i + 1]))
+            else: b.copies.load_back(i, stored, b.alloc)
+        b.copies.wait_op(3)
+        assert [f.op_id for f in b.copies.failed(kind)] == [2] and isinstance(b.copies.failed(kind)[0], Failed)
+        assert [b.copies.failed(k) for k in Kind if k is not kind] == [[]]
+        (b.copies.pop_writes if kind is Kind.WRITE else b.copies.pop_loads)(2)
+        assert b.copies.failed(kind) == []
+
+
 # -- layers
 
 def test_layers_come_in_order_and_a_wait_is_for_all_components():

@@ -129,7 +129,7 @@ def test_the_shipped_text_is_long_enough_and_its_bytes_are_the_tokens():
     assert tokens.tolist() == [1, 2, 3, *FOLLOW_UP] and tokens.dtype == np.int32
 
 def test_a_pool_of_exactly_the_conversation_is_enough():
-    need = conversation_tokens(TEXT[:100], 2, 4)
+    [need] = conversation_tokens(TEXT[:100], 2, 4)
     r = run_demo(text=TEXT[:100], cp=2, engine=dict(page_size=16), num_output=4, backend="local",
                  device_tokens=need)
     assert r["ok"] and r["device_tokens"] == need
@@ -156,6 +156,52 @@ def test_a_layer_split_has_no_handoff_and_says_so_before_a_process_starts():
         run_demo(text=TEXT[:100], engine=dict(reader="layer_split", placement="cyclic"))
     with pytest.raises(ConfigError, match="choose split page"):
         run_demo(text=TEXT[:100], engine=dict(split="zigzag"))
+
+
+@functools.cache
+def four_turns(backend="local", **more):
+    return run_demo(text=TEXT[:700], turns=4, num_output=3, backend=backend,
+                    engine=dict(page_size=16, chunk=96), **dict(host_bytes=None) | more)
+
+def test_a_conversation_comes_back_from_the_host_while_another_needs_the_device():
+    r = four_turns()
+    assert r["ok"] and r["leaked_pages"] == 0 and r["draft_layers"] == 1
+    *first, back = r["turns"]
+    assert [t["cached_host"] for t in first] == [0, 0, 0] and back["cached_host"] > 0
+    assert back["cached_device"] + back["cached_host"] == (first[1]["prompt_tokens"] - 1) // 16 * 16
+    page = sum(r["rest_bytes_per_rank"]) // back["handoff_pages"]
+    assert r["loaded_host_bytes"] == back["cached_host"] // 16 * page
+    assert r["written_host_bytes"] % page == 0 and r["written_host_bytes"] >= r["loaded_host_bytes"]
+    assert all(0 < used <= budget for used, budget in zip(r["host_used_bytes"], r["host_budget_bytes"], strict=True))
+
+def test_without_a_host_tier_that_part_is_computed_again_and_says_the_same():
+    r = four_turns(host_bytes=0)
+    assert r["ok"] and said(r) == said(four_turns()) and "host_used_bytes" not in r
+    assert all(t["cached_host"] == 0 for t in r["turns"])
+    assert r["turns"][-1]["computed_tokens"] > four_turns()["turns"][-1]["computed_tokens"]
+
+def test_a_small_host_tier_keeps_what_fits():
+    most = four_turns()
+    r = four_turns(host_bytes=most["host_budget_bytes"][0] // 8)
+    assert r["ok"] and said(r) == said(most) and max(r["host_used_bytes"]) <= most["host_budget_bytes"][0] // 8
+
+def test_a_byte_that_changes_on_the_host_is_found(monkeypatch):
+    from cpkv.tiers import DeviceAndHost
+    real, done = DeviceAndHost.load, []
+    def load(self, leased, request, held):
+        if self.cache.world.rank == 1 and len(leased.host_pages) and not done:
+            done.append(1)
+            at = self.host.mine(leased.host_pages)[0]
+            next(b for b in self.host.buffers if b.component == "index").pages[at, 5] ^= 64
+        return real(self, leased, request, held)
+    monkeypatch.setattr(DeviceAndHost, "load", load)
+    r = run_demo(text=TEXT[:700], turns=4, num_output=3, backend="local", engine=dict(page_size=16, chunk=96), host_bytes=None)
+    assert not r["ok"] and not any(map(differences, r["turns"][:3]))
+    assert "KV bytes" in differences(r["turns"][3]) and r["turns"][3]["first_kv_difference"]["rank"] in (1, None)
+
+def test_host_bytes_below_a_page_are_refused_before_a_process_starts():
+    with pytest.raises(InputError, match="at least a page and its sink.*needed_bytes"):
+        run_demo(text=TEXT[:100], host_bytes=10)
 
 
 # -- it can fail: one fault each, injected where it would happen
@@ -294,7 +340,7 @@ def test_memory_is_counted_as_it_is_taken(tmp_path):
 def test_a_chunk_larger_than_the_conversation_costs_no_scratch(tmp_path):
     job = prepare(str(tmp_path), text=b"abc", cp=2, model=None, seed=0, layers=None,
                   engine=dict(chunk=1 << 31), device_tokens=None)
-    assert job.engine.chunk == job.engine.max_tokens == conversation_tokens(b"abc", 2, 32)
+    assert job.engine.chunk == job.engine.max_tokens == conversation_tokens(b"abc", 2, 32)[0]
 
 
 # -- who is who

@@ -213,9 +213,9 @@ def test_bytes_are_predicted(ranks):
 
 
 def test_a_batch_that_no_class_can_hold_is_refused_whole():
-    "One class is short: the others stay as they are, and the message names the requests"
+    "Dealt round, one class is short: the others stay as they are, and the message names the requests"
     def rank(peers):
-        engine = engine_of(peers.world(), P=4, chunk=1000, tokens=64, placement="compute_owner")
+        engine = engine_of(peers.world(), P=4, chunk=1000, tokens=64, placement="cyclic")
         engine.alloc.take([np.ones(7, np.int64)])                    # rank 1 has one page left, rank 0 eight
         rs = [engine.begin(i, PROMPT[:16]) for i in (5, 6)]
         before = engine.alloc.free_by_class
@@ -225,6 +225,27 @@ def test_a_batch_that_no_class_can_hold_is_refused_whole():
         assert facts["rank"] == peers.rank and all(len(r.pages) == 0 for r in rs)
         return len(engine.world.ledger.entries)
     assert local(rank, 2) == [0, 0]
+
+def test_under_compute_owner_a_page_that_is_free_can_be_used():
+    "Too few pages where they would be computed: the batch writes through the filter, wherever there is room"
+    def rank(peers):
+        engine = engine_of(peers.world(), P=4, chunk=1000, tokens=64)
+        lost = engine.alloc.take([np.ones(7, np.int64)])[0]
+        a, b = (engine.begin(i, PROMPT[:16]) for i in (5, 6))
+        ready = engine.take_pages([(a, 16), (b, 16)])
+        out = engine.run(ready)
+        assert not ready.direct and not ready.split.aligned and sum(engine.alloc.free_by_class) == 1
+        a.tokens = np.append(a.tokens, np.int32(1))
+        engine.step(a)                                               # the last page, of the only class that has one
+        with pytest.raises(CapacityError, match="need=.*free=.0, 0."):
+            b.tokens = np.append(b.tokens, np.int32(1))
+            engine.step(b)
+        for r in (a, b): engine.abort(r)
+        engine.alloc.free(lost)
+        return out[0].logits, engine.leaked_pages()
+    alone = engine_of(Solo(), P=4, chunk=1000, reader="replicated")
+    want = alone.prefill(alone.begin(0, PROMPT[:16]))
+    assert all(torch.equal(x, want) and leaked == 0 for x, leaked in local(rank, 2))
 
 def test_a_prefix_whose_pages_are_not_there_is_refused_before_the_forward():
     engine = engine_of(Solo(), P=4, chunk=1000)

@@ -27,6 +27,8 @@ def test_every_module_has_its_notebook():
 def test_cells_have_ids_and_no_traces_of_a_run(path):
     nb = json.loads(path.read_text(encoding="utf-8"))
     assert (nb["nbformat"], nb["nbformat_minor"]) >= (4, 5)
+    first = nb["cells"][0]
+    assert first["cell_type"] == "markdown" and "".join(first["source"]).startswith("# "), "no title"
     ids = [c["id"] for c in nb["cells"]]
     assert len(set(ids)) == len(ids)
     assert all(c["execution_count"] is None for c in nb["cells"] if c["cell_type"] == "code")

@@ -26,6 +26,18 @@ def known(node):
             node.ops)
 
 
+def test_what_must_stay_stays_and_all_above_it():
+    n = Nodes(page_size=1, width=4)
+    top = grow(n, n.root, 2, 1, (DEVICE, HOST))
+    leaf, other = grow(n, top, 2, 11, (DEVICE, HOST)), grow(n, n.root, 3, 21, (DEVICE, HOST))
+    for tier in Tier:
+        assert n.coldest(9, tier, but=[leaf]) == {other: 0}
+        assert n.evictable_by_class(1, tier, but=[other]) == [4] and n.coldest(9, tier, but=[n.root, top, leaf, other]) == {}
+    cold = n.coldest(3, HOST, but=[top])
+    gone = n.give_back(cold, HOST)
+    assert sorted(gone.tolist()) == [11, 12, 23] and n.num_ready == [7, 4]
+    n.check()
+
 @pytest.mark.parametrize("at", range(1, 6))
 @pytest.mark.parametrize("tiers", [(DEVICE,), (HOST,), (DEVICE, HOST)])
 def test_a_split_knows_all_on_both_sides_and_can_be_undone(at, tiers):

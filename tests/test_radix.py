@@ -779,6 +779,19 @@ def test_match_is_the_longest_prefix_that_a_plain_dict_knows(texts, P):
 
 # ── pictures and depth ──────────────────────────────────────────────────────────────────────────
 
+@pytest.mark.parametrize("end", range(7))
+@pytest.mark.parametrize("device", range(5))
+def test_the_rest_of_a_match_is_what_lies_behind_its_device_part(end, device):
+    t = RadixTree(1, namespace="test")
+    t.insert(t.key([1, 2, 3, 4]), [11, 12, 13, 14], 0, Tier.HOST)
+    if device: t.insert(t.key([1, 2, 3, 4][:device]), [21, 22, 23, 24][:device], 0)
+    with t.lease(t.match(t.key([1, 2, 3, 4, 5, 6][:end]))) as m:
+        rest = t.rest(m)
+        assert [p for n in rest for p in n.pages[Tier.HOST].tolist()] == [11, 12, 13, 14][device:end]
+        t.insert(t.key([1, 2, 3, 4]), [*m.pages, 31, 32, 33, 34][:4], 0)
+        assert t.rest(m) == rest  # as they are now: the device has them
+    t.check()
+
 def test_a_long_chain_of_nodes_is_no_trouble():
     t, text = grow(1), np.arange(1500)
     for n in range(1, 1501): t.insert(t.key(text[:n]), np.arange(1, n + 1), 0)

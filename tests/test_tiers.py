@@ -1,0 +1,243 @@
+"What comes back from the host tier is what went there, target and draft, on every rank, or it is computed again"
+import threading
+from functools import cache
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cpkv.copies import Copies
+from cpkv.copy_thread import Hold
+from cpkv.engine import Engine, EngineConfig, decode, greedy
+from cpkv.laws import ConfigError, InputError, ResidencyError
+from cpkv.launch import run_ranks
+from cpkv.model import TINY, Model, parse_config, random_weights
+from cpkv.mtp import Draft
+from cpkv.nextn import NextN, random_nextn
+from cpkv.nodes import Tier
+from cpkv.ops.table import REF
+from cpkv.schedule import Scheduler, Want
+from cpkv.tiers import DeviceAndHost
+from cpkv.world import Solo
+
+P, TEXT = 8, np.random.default_rng(11).integers(0, 256, 400)
+
+
+@cache
+def models():
+    config = parse_config(TINY, layers=2)
+    model = Model(config, random_weights(config, 1), REF)
+    return model, Draft(NextN(model, random_nextn(config, 1)))
+
+def engine_of(world, tokens=96, host=1 << 22, drafting=True, **more) -> Engine:
+    model, draft = models()
+    sizes = EngineConfig(page_size=P, chunk=40, device_tokens=tokens, max_tokens=tokens, host_bytes=host, **more)
+    engine = Engine(world, model, sizes, draft=draft if drafting else None)
+    engine.pool.poison(range(engine.pool.local_pages))
+    return engine
+
+def rows_of(engine, r, positions) -> dict:
+    "Pages of this rank by place in the request and buffer, whole pages of the first positions"
+    lay, out = engine.layout, {}
+    for j, p in enumerate(r.pages[:positions // P].tolist()):
+        if lay.owner_of_page(p) != engine.world.rank % lay.cp_size: continue
+        for i, b in enumerate(engine.pool.buffers):
+            if len(b.pages): out[j, i] = b.pages[lay.local_page_of(p)].clone()
+    return out
+
+def serve(engine, i, prompt, num=4):
+    "One prompt to its end; tokens, bytes of its whole pages, where its prefix was found"
+    r = engine.begin(i, prompt)
+    first = engine.prefill(r)
+    found = r.cached, r.cached_host
+    tokens, _ = decode(engine, r, greedy(first), num)
+    said = tokens, rows_of(engine, r, r.computed), found
+    engine.finish(r)
+    engine.check()
+    return said
+
+@cache
+def cold(key: bytes):
+    "The same prompt on one rank with one tier and nothing known"
+    prompt = np.frombuffer(key, np.int64)
+    engine = engine_of(Solo(), host=0, tokens=256, reader="replicated")
+    return serve(engine, 0, prompt)
+
+def same(prompt, said) -> bool:
+    "All ranks together: tokens, and every byte of target and draft"
+    tokens, rows, _ = cold(np.ascontiguousarray(prompt, np.int64).tobytes())
+    mine = {k: v for _, got, _ in said for k, v in got.items()}
+    return all(t == tokens for t, *_ in said) and mine.keys() == rows.keys() and all(
+        torch.equal(mine[k], rows[k]) for k in rows)
+
+def close(engine) -> int:
+    leaked = engine.leaked_pages()
+    engine.close()
+    return leaked
+
+A, B = TEXT[:70], TEXT[100:170]
+LATER = np.append(A, TEXT[300:310])
+
+
+def talk(peers, prompts, **more):
+    engine = engine_of(peers.world(), **more)
+    said = [serve(engine, i, p) for i, p in enumerate(prompts)]
+    return said, engine.tiers.numbers(), close(engine)
+
+@pytest.mark.parametrize("R,how", [(1, {}), (2, {}), (2, dict(placement="cyclic", reader="full_view")), (3, {}),
+                                   (2, dict(policy="write_back")), (4, {}), (2, dict(drafting=False)),
+                                   (2, dict(reader="replicated", placement="cyclic"))], ids=str)
+def test_a_prefix_comes_back_from_the_host_with_the_bytes_of_a_cold_run(R, how):
+    "Two prompts that do not fit together: the second sends the first to the host, its next turn fetches it"
+    def rank(peers): return talk(peers, [A, B, LATER], **how)
+    got = run_ranks(rank, R, backend="local")
+    if how.get("drafting", True):
+        for i, prompt in enumerate((A, B, LATER)): assert same(prompt, [said[i] for said, _, _ in got])
+    founds = [[found for _, _, found in said] for said, _, _ in got]
+    assert founds == founds[:1] * R and founds[0][0] == founds[0][1] == (0, 0)
+    total, host = founds[0][2]
+    assert total == 64 and 0 < host <= total
+    for _, n, leaked in got:
+        assert leaked == 0 and n["host_loaded_pages"] * P == host and n["host_written_pages"] >= host // P
+
+def test_the_same_on_processes():
+    got = run_ranks(_processes, 2, backend="gloo", timeout=60)
+    for i, prompt in enumerate((A, B, LATER)): assert same(prompt, [said[i] for said, _, _ in got])
+    assert all(said[2][2][1] > 0 and leaked == 0 for said, _, leaked in got)
+
+def _processes(peers): return talk(peers, [A, B, LATER])
+
+def test_without_a_host_tier_the_evicted_part_is_computed_again():
+    got = run_ranks(lambda peers: talk(peers, [A, B, LATER], host=0), 2, backend="local")
+    assert got[0][0][2][2][1] == 0 and got[0][0][2][2][0] < 64 and same(LATER, [said[2] for said, *_ in got])
+
+def test_selective_write_through_waits_for_the_second_use():
+    def rank(peers):
+        engine = engine_of(peers.world(), after_hits=2, tokens=256)
+        written = []
+        for i in range(3):
+            serve(engine, i, A)
+            engine.tiers.finish()
+            written.append(engine.tiers.numbers()["host_written_pages"])
+        return written, close(engine)
+    [(written, leaked), _] = run_ranks(rank, 2, backend="local")
+    assert leaked == 0 and written[0] == 0 and written[-1] >= 8      # whole pages of the prompt, at least
+
+def test_an_unacked_copy_is_not_matched():
+    "Between issue and ack a host hit is 0, also when the device copy is gone"
+    engine = engine_of(Solo())
+    r = engine.begin(0, A)
+    engine.prefill(r)
+    engine.finish(r)
+    match = engine.tree.match(engine.tree.reusable(A))
+    assert len(match.pages) == 8 and [n.residency[Tier.HOST].name for n in match.path] == ["PENDING"]
+    assert len(match.host_pages) == 0 and close(engine) == 0
+
+class Breaks(Hold):
+    "Stands before a layer of a load until a reader asks for it, and then fails, on one rank, once"
+    def __init__(self, at: int, is_here: bool):
+        super().__init__(by_page=False)
+        self.at, self.is_here, self.asked, self.loads = at, is_here, threading.Event(), set()
+
+    def step(self, op_id, layer, page):
+        if op_id in self.loads and layer == self.at:
+            assert self.asked.wait(10)
+            if self.is_here:
+                self.is_here = False
+                raise ResidencyError("a byte flipped", op=op_id)
+        super().step(op_id, layer, page)
+
+@pytest.mark.parametrize("R,at", [(1, 1), (2, 0), (2, 1), (2, 2)])
+def test_a_load_that_fails_on_one_rank_is_computed_again_on_all(monkeypatch, R, at):
+    "The last rank's copy fails while the forward reads, in a layer of the target or the draft: nobody uses it"
+    real_load, real_wait, gates, asked = Copies.load, Copies.wait_layer, {}, []
+    def load(self, op, *args, **facts):
+        gates[self.host.rank].loads.add(op)
+        real_load(self, op, *args, **facts)
+    def wait(self, op, layer, *args):
+        if layer == at:
+            asked.append(self.host.rank)
+            gates[self.host.rank].asked.set()
+        return real_wait(self, op, layer, *args)
+    def copies(pool, host, **more):
+        gates[host.rank] = Breaks(at, is_here=host.rank == R - 1)
+        return Copies(pool, host, gate=gates[host.rank], **more)
+    monkeypatch.setattr(Copies, "load", load)
+    monkeypatch.setattr(Copies, "wait_layer", wait)
+    monkeypatch.setattr("cpkv.tiers.Copies", copies)
+    def rank(peers):
+        engine = engine_of(peers.world())
+        said = [serve(engine, i, p) for i, p in enumerate((A, B, LATER))]
+        return said, dict(engine.tiers.cache.counters), close(engine)
+    if at == 2: monkeypatch.setattr("cpkv.tiers.DeviceAndHost.verdict", _asked_for_the_draft(gates))
+    got = run_ranks(rank, R, backend="local")
+    assert all(n["failed_loads"] == 1 and leaked == 0 for _, n, leaked in got)
+    for i, prompt in enumerate((A, B, LATER)): assert same(prompt, [said[i] for said, *_ in got])
+
+def _asked_for_the_draft(gates):
+    "The verdict waits for the draft's layer, which no layer of the target has asked for"
+    real = DeviceAndHost.verdict
+    def verdict(self, ops):
+        for gate in gates.values(): gate.asked.set()
+        return real(self, ops)
+    return verdict
+
+@pytest.mark.parametrize("R", [1, 2])
+def test_a_scheduler_requeues_whoever_joined_a_load(R):
+    "Many prompts over few pages, with hits in both tiers: each says what it says alone"
+    prompts = [A, B, LATER, np.append(B, TEXT[310:317]), A, TEXT[200:260]]
+    def rank(peers):
+        s = Scheduler(engine_of(peers.world(), tokens=200))
+        out = {}
+        for i, p in enumerate(prompts):
+            s.submit(i, p, Want(max_new_tokens=4))
+            if i % 2: out |= s.run()
+        host = sum(out[i].cached_host for i in out)
+        return {i: run.output for i, run in out.items()}, host, close(s.engine)
+    for out, host, leaked in run_ranks(rank, R, backend="local"):
+        assert leaked == 0 and host > 0 and len(out) == len(prompts)
+        for i, p in enumerate(prompts): assert out[i] == cold(np.ascontiguousarray(p, np.int64).tobytes())[0]
+
+@settings(max_examples=6, deadline=None)
+@given(st.lists(st.tuples(st.integers(0, 2), st.integers(9, 80)), min_size=3, max_size=7), st.sampled_from([1, 2, 4]),
+       st.sampled_from(["write_through", "write_back"]), st.sampled_from([3, 40]))
+def test_any_conversation_keeps_the_law_of_holders_and_the_bytes(turns, R, policy, host_pages):
+    "Requests over three texts, a device of 96 tokens, a host of few pages or many"
+    prompts = [np.roll(TEXT, 100 * text)[:n] for text, n in turns]
+    def rank(peers):
+        page = engine_of(Solo(), host=0).pool.page_bytes()
+        return talk(peers, prompts, host=(host_pages + 1) * page, policy=policy)
+    got = run_ranks(rank, R, backend="local")
+    for i, prompt in enumerate(prompts): assert same(prompt, [said[i] for said, _, _ in got])
+    assert all(leaked == 0 and n["host_used_bytes"] <= n["host_budget_bytes"] for _, n, leaked in got)
+
+def test_one_budget_holds_target_and_draft():
+    with_draft, alone = engine_of(Solo(), host=1 << 18), engine_of(Solo(), host=1 << 18, drafting=False)
+    a, b = with_draft.tiers.host, alone.tiers.host
+    assert a.host_bytes == b.host_bytes and a.local_pages < b.local_pages
+    for h in (a, b): assert h.local_pages * h.page_bytes <= 1 << 18 < (h.local_pages + 1) * h.page_bytes
+    for engine in (with_draft, alone): engine.close()
+
+def test_refusals():
+    with pytest.raises(ConfigError, match="every layer of a page"):
+        run_ranks(lambda peers: engine_of(peers.world(), reader="layer_split", placement="cyclic"), 2, backend="local")
+    with pytest.raises(Exception, match="(?i)budget|below"): engine_of(Solo(), host=10)
+    with pytest.raises(InputError, match="policy"): engine_of(Solo(), policy="sometimes")
+
+def test_a_step_is_one_vector_on_the_control_lane():
+    "Two numbers and eight, also while nothing is queued; nothing else but the verdict of a forward that joined a load"
+    def rank(peers):
+        engine = engine_of(peers.world())
+        mark = engine.world.ledger.mark()
+        for _ in range(3): engine.tick()
+        idle = [e.op for e in engine.world.ledger.since(mark).entries if e.lane == "control"]
+        mark, steps = engine.world.ledger.mark(), 0
+        r = engine.begin(0, A)
+        while engine.step(r) is None: steps += 1
+        busy = [e.op for e in engine.world.ledger.since(mark).entries if e.lane == "control"]
+        engine.finish(r)
+        return idle, busy, steps, close(engine)
+    for idle, busy, steps, leaked in run_ranks(rank, 2, backend="local"):
+        assert idle == ["agreed_min"] * 3 and busy == ["agreed_min"] * (steps + 1) and leaked == 0
