@@ -232,7 +232,7 @@ def show_demo(r: dict[str, Any]) -> str:
     n = f"{len(rest)} rank{'s' * (len(rest) > 1)}"
     return "\n".join([
         columns(rows), "",
-        f"received by the busiest of {n}; oracle: tokens, logits and KV bytes of one rank alone",
+        f"received by the busiest of {n}; oracle: one rank alone, to the byte",
         f"at rest, one copy: {_bytes(rest)} on each of {n} (replicated: {_bytes(whole)})",
         *_show_host(r),
         f"handed to decode: {r['handoff_pages']:,} pages, {bytes_text(r['handoff_bytes'])}; "
