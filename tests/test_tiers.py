@@ -189,7 +189,7 @@ def test_a_scheduler_requeues_whoever_joined_a_load(R):
     "Many prompts over few pages, with hits in both tiers: each says what it says alone"
     prompts = [A, B, LATER, np.append(B, TEXT[310:317]), A, TEXT[200:260]]
     def rank(peers):
-        s = Scheduler(engine_of(peers.world(), tokens=200))
+        s = Scheduler(engine_of(peers.world(), tokens=112))
         out = {}
         for i, p in enumerate(prompts):
             s.submit(i, p, Want(max_new_tokens=4))
