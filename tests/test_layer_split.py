@@ -18,26 +18,9 @@ from cpkv.reader import ALIGN, Reader, Scratch, run_to_end
 from cpkv.shared_kv import (PROBE_DIMS, PROBE_LAYERS, FullView, probe_pages, probe_plan,
                             probe_reader, probe_steps, view_pages)
 from cpkv.world import Solo
+from trials import alone, chunks, over, same
 
 L = len(PROBE_LAYERS)
-
-
-def over(R, kind, batches, *args, backend="local", **how):
-    "What all ranks say together; the ledger of each holds what was predicted for that rank"
-    got = run_ranks(probe_reader, R, kind, batches, *args, backend=backend, **how)
-    for _, received, predicted in got: assert received == predicted
-    assert sum(len(said) for said, *_ in got) == len({k for said, *_ in got for k in said})
-    return {k: v for said, *_ in got for k, v in said.items()}
-
-def alone(batches, *args):
-    "The oracle: one rank, the whole cache, each request alone and in one chunk"
-    stops = {q: stop for batch in batches for q, _, stop in batch}
-    return {k: v for q, n in stops.items() for k, v in over(1, Reader, [[(q, 0, n)]], *args).items()}
-
-def same(a, b):
-    return a.keys() == b.keys() and all(torch.equal(x, y) for k in a for x, y in zip(a[k], b[k]))
-
-def chunks(*cuts): return [[(0, a, b)] for a, b in zip(cuts, cuts[1:])]
 
 def bench(peers, batches, P=4, holds=None):
     "A poisoned pool of this rank's layers, a reader with room for two batches, their plans"
