@@ -95,14 +95,14 @@ def classes(
     new = np.maximum(-(-stop // P) - held, 0).tolist()
     direct = (placement == "compute_owner" and split.aligned and R == split.ranks
               and bool((held == -(-start // P)).all()))
-    owned = computing_ranks(split, P) if direct else []
-    bases, out, free = [], [], np.array(free_by_class)
+    bases, free, out = [], np.array(free_by_class), []
+    if direct: out = computing_ranks(split, P)
+    elif placement == "compute_owner":
+        out = np.split(fullest(free, sum(new)), np.cumsum(new)[:-1]) if new else []
     for i, c in enumerate(chains):
         bases.append(pick_base(free) if c.base == NO_BASE else c.base)
-        if direct: out.append(owned[i])
-        elif placement == "compute_owner": out.append(fullest(free, new[i]))
-        else: out.append(cyclic_classes(c.num_pages, new[i], bases[-1], R))
-        if new[i]: free = free - np.bincount(out[-1], minlength=R)
+        if placement == "cyclic": out.append(cyclic_classes(c.num_pages, new[i], bases[-1], R))
+        if new[i]: free = free - np.bincount(out[i], minlength=R)
     return Dealt(tuple(bases), tuple(out), direct)
 
 def _check_chains(split: Split, chains: Sequence[Chain], placement: str, R: int, P: int) -> None:
