@@ -14,7 +14,9 @@
 - `cpkv.draw`: Small pictures of pages, ranks and work, as text in the notebook
 - `cpkv.engine`: Requests, chunks and one step that every rank runs alike
 - `cpkv.evidence`: What a rank did to its pages: a list that costs a branch while nobody asks
+- `cpkv.explore`: Every order of events in a small host tier, and no law broken in any
 - `cpkv.groups`: Ranks that are processes: one process group a lane
+- `cpkv.guards`: What each rule of the host tier prevents, shown by taking it away
 - `cpkv.handoff`: From prefill ranks that own pages to a decode process that wants them all, in order
 - `cpkv.hicache`: The host tier's policy: what is copied and when, and what goes when room is short
 - `cpkv.host_pool`: One host object for the whole payload, under one budget
@@ -47,6 +49,8 @@
 - `cpkv.schedule`: Which requests run together in a step, and what happens when they do not fit
 - `cpkv.settle`: What is on its way between the tiers ends on all ranks alike, by one vector a step
 - `cpkv.shared_kv`: Phases 2 and 3: one copy of the cache, sharded by page, read as if it were whole
+- `cpkv.small`: One rank of a world so small that all that can happen in it can be told
+- `cpkv.step`: Copies that move when told, and states that can be put back
 - `cpkv.tensors`: Named tensors in safetensors files: found by name, checked by their headers, read by memory map
 - `cpkv.tiers`: What an engine asks of its cache's tiers: one of them, or two
 - `cpkv.world`: The only way to other ranks"""
