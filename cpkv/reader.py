@@ -186,6 +186,8 @@ class Batch:
         self.P, self.rank = plan.layout.page_size, reader.world.rank
         self.of_layer = [of_layer(self.pool, n) for n in range(len(self.pool.latent))]
         self.gathers = [reader.gathers(plan, n, stores) for n in range(len(self.of_layer))]
+        self.want = [{b.component: (len(plan.rows.index), b.fmt.dim) for b in parts}
+                     for parts in self.of_layer]  # shape of the rows of each layer
         self.keys_of = [-(-e.stop // KEY_TILE) * KEY_TILE for e in plan.split.extends]
         rows, host = plan.rows, self._tables()
         self.live = rows.num  # rows that select and attend; the rest is padding
@@ -300,7 +302,7 @@ class Session(Batch):
         "Encode the chunk's rows, store those that this rank owns, gather those that others need"
         self._begin(layer, "put")
         buffers, marks = self.of_layer[layer], self.reader.world.marks
-        self._check_rows(layer, buffers, rows_TD)
+        self._check_rows(layer, rows_TD)
         mine = [b.fmt.encode(rows_TD[b.component]) for b in buffers]
         with marks.range("gather"):
             if self.gathers[layer]: self._issue_chunk(buffers, mine)
@@ -350,13 +352,12 @@ class Session(Batch):
             rows=len(taken), bytes={b.component: len(taken) * b.fmt.row_bytes},
             **page_facts(plan.layout, pages))
 
-    def _check_rows(self, layer: int, buffers: list[Buffer], rows_TD: dict) -> None:
+    def _check_rows(self, layer: int, rows_TD: dict[str, torch.Tensor]) -> None:
         "One tensor for each buffer of the layer, a row for each row of the plan"
-        want = {b.component: (len(self.plan.rows.index), b.fmt.dim) for b in buffers}
-        got = {k: tuple(x.shape) for k, x in rows_TD.items()}
-        if got != want:
-            raise OrderError("rows put are not those of the layer", layer=layer, put=got, has=want,
-                             rank=self.rank)
+        got = {k: x.shape for k, x in rows_TD.items()}
+        if got != self.want[layer]:
+            raise OrderError("rows put are not those of the layer", layer=layer, rank=self.rank,
+                             put={k: tuple(x) for k, x in got.items()}, has=self.want[layer])
 
     def select(self, layer: int, q_THD: torch.Tensor, weight_TH: torch.Tensor
               ) -> Generator[str, None, torch.Tensor]:
