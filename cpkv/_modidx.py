@@ -1060,6 +1060,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                              'cpkv.reader.Batch.__init__': ('reader.html#batch.__init__', 'cpkv/reader.py'),
                              'cpkv.reader.Batch._begin': ('reader.html#batch._begin', 'cpkv/reader.py'),
                              'cpkv.reader.Batch._done': ('reader.html#batch._done', 'cpkv/reader.py'),
+                             'cpkv.reader.Batch._live': ('reader.html#batch._live', 'cpkv/reader.py'),
                              'cpkv.reader.Batch.abort': ('reader.html#batch.abort', 'cpkv/reader.py'),
                              'cpkv.reader.Batch.end': ('reader.html#batch.end', 'cpkv/reader.py'),
                              'cpkv.reader.Lease': ('reader.html#lease', 'cpkv/reader.py'),

@@ -196,6 +196,7 @@ class Batch:
         try:
             self.t = upload(host, self.pool.latent[0].pages.device)
             self.chunk, self.views = self._places()
+            self.visible, self.base = (self.t[k][:self.live] for k in ("visible", "base"))
         except BaseException:
             self.lease.end()
             raise
@@ -213,6 +214,10 @@ class Batch:
             raise OrderError("a layer's steps are out of order", layer=layer, step=step, due=due,
                              open_layer=self.open_layer, rank=self.rank)
         self.due[layer], self.open_layer = "running", layer
+
+    def _live(self, x_T: torch.Tensor) -> torch.Tensor:
+        "Rows that are not padding"
+        return x_T if x_T.shape[0] == self.live else x_T[:self.live]
 
     def _done(self, layer: int, due: str) -> None:
         self.due[layer] = due
@@ -365,13 +370,12 @@ class Session(Batch):
         self._begin(layer, "select")
         b, ops = self.pool.index[layer], self.reader.ops
         pages = yield from self._source("index", layer)
-        n = self.live
         with torch.inference_mode(False):  # its version counts, so a change of it is seen
             picked_TK = no_picks(q_THD.shape[0], self.reader.index_topk, q_THD.device)
         with self.reader.world.marks.range("index"):
-            q_THD = self.pool.format.index_query(q_THD)  # as the format turns the keys
-            select_rows(ops, q_THD[:n], weight_TH[:n], self._keys(b, pages),
-                        self.t["visible"][:n], self.blocks, picked_TK)
+            q_THD = self.pool.format.index_query(self._live(q_THD))  # as the format turns the keys
+            select_rows(ops, q_THD, self._live(weight_TH), self._keys(b, pages), self.visible,
+                        self.blocks, picked_TK)
         self._done(layer, "attend")
         return picked_TK
 
@@ -381,10 +385,10 @@ class Session(Batch):
         self._begin(layer, "attend")
         b, reader = self.pool.latent[layer], self.reader
         pages = yield from self._source("latent", layer)
-        n, more = self.live, q_THD.shape[0] - self.live
+        more = q_THD.shape[0] - self.live
         with reader.world.marks.range("attend"):
             out, lse = reader.ops.sparse_mla(
-                q_THD[:n], pages, self._locs_of(picked_TK), b.fmt, self.P,
+                self._live(q_THD), pages, self._locs_of(picked_TK), b.fmt, self.P,
                 v_dim=reader.v_dim, scale=reader.scale)
         self._done(layer, "done")
         if not more: return State(out, lse)
@@ -402,8 +406,8 @@ class Session(Batch):
         "Rows of the source for live rows; layers that share a selection share the answer"
         known, version, _ = self._locs
         if known is not picked_TK or version != picked_TK._version:
-            n, t = self.live, self.t
-            locs = self.reader.ops.locs_of(picked_TK[:n], t["base"][:n], t["table"], self.P)
+            mine = self._live(picked_TK)
+            locs = self.reader.ops.locs_of(mine, self.base, self.t["table"], self.P)
             self._locs = (picked_TK, picked_TK._version, locs)
         return self._locs[2]
 

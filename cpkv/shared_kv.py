@@ -123,16 +123,19 @@ class FullViewSession(Session):
         "The views of both components, gathered pages first"
         pages = self.plan.layout.cp_size * self.view.max_pages + self.view.num_current
         parts = zip(("latent", "index"), self.lease.parts[2:])
-        return super()._places()[0], {c: p.view(pages, -1) for c, p in parts if len(p)}
+        views = {c: p.view(pages, -1) for c, p in parts if len(p)}
+        R, most = self.plan.layout.cp_size, self.view.max_pages
+        self.into = {c: v[:R * most].view(R, most, -1) for c, v in views.items() if most}
+        return super()._places()[0], views
 
     def _gather_pages(self, layer: int) -> None:
         "Start the gather of each component, index first because selection reads it first"
-        R, most, world = self.plan.layout.cp_size, self.view.max_pages, self.reader.world
+        world, ops, send = self.reader.world, self.reader.ops, self.t["send"]
         for b in reversed(self.of_layer[layer]):
-            out, tag = self.views[b.component][:R * most], VIEW[b.component]
+            tag = VIEW[b.component]
             self.handles[layer, tag] = world.all_gather(
-                self.reader.ops.gather_pages(b.pages, self.t["send"]), tag=tag, layer=layer,
-                digest=self.plan.digest, out=out.view(R, most, -1))
+                ops.gather_pages(b.pages, send), tag=tag, layer=layer, digest=self.plan.digest,
+                out=self.into[b.component])
 
     def _issue_view(self, layer: int) -> None:
         with self.reader.world.marks.range("gather"): self._gather_pages(layer)
