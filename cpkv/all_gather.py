@@ -153,9 +153,10 @@ def zigzag_of(
     (S, B), (_, part) = (len(cut) - 1, len(extends)), fold(len(cut) // 2)
     start, index = cut[part], np.zeros((S // 2, 2, B), np.int64)
     index += np.arange(B)
+    shape = S // 2, 2 * B
     return Split(name=name, ranks=S // 2, extends=tuple(extends), aligned=aligned,
-                 index=index.reshape(-1, 2 * B), start=start.reshape(-1, 2 * B),
-                 size=(cut[part + 1] - start).reshape(-1, 2 * B))
+                 index=index.reshape(shape), start=start.reshape(shape),
+                 size=(cut[part + 1] - start).reshape(shape))
 
 # %% ../nbs/06_all_gather.ipynb #d2af59df
 def draw_split(split: Split, index: int = 0) -> Svg:

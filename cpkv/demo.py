@@ -28,7 +28,7 @@ import os
 import re
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib.resources import files
 from pathlib import Path
@@ -148,7 +148,7 @@ def _prefill(peers: Peers, engine: Engine, job: Job) -> list[dict[str, Any]]:
         tokens = talks[talk]
         mark, r = world.ledger.mark(), engine.begin(turn, tokens)
         engine.predicted.clear()
-        logits = _all_chunks(engine, r, job)
+        logits = engine.prefill(r, _say_to(job, engine))
         received, predicted = world.ledger.since(mark).received(), engine.predicted
         layers = range(len(engine.pool.has_index))
         turns.append(dict(
@@ -174,13 +174,10 @@ def _rest(engine: Engine, r: Request) -> int:
     by_owner = rest_bytes(engine.layout, r.pages, engine.pool.page_bytes())
     return by_owner[engine.world.rank % engine.layout.cp_size]
 
-def _all_chunks(engine: Engine, r: Request, job: Job) -> torch.Tensor:
-    "Logits of the last token"
-    logits = None
-    while logits is None:
-        logits = engine.step(r)
-        if job.progress and engine.world.rank == 0: _say(r.request, r.computed, len(r.tokens))
-    return logits
+def _say_to(job: Job, engine: Engine) -> Callable[[Request], None]:
+    "Who hears how far a prompt is: one rank, if it is to be said"
+    heard = job.progress and engine.world.rank == 0
+    return lambda r: _say(r.request, r.computed, len(r.tokens)) if heard else None
 
 # %% ../nbs/17b_demo.ipynb #cef9458a
 def decode_layout(job: Job) -> PageLayout:

@@ -44,6 +44,7 @@ from .output import gather_output, output_bytes
 from .pool import Pool, format_of
 from .radix import NO_BASE, RadixTree
 from .reader import Scratch
+from .settle import WRITES
 from .tiers import DeviceAndHost, DeviceOnly, HostConfig, LoadFailed
 from .world import World
 
@@ -66,10 +67,13 @@ class EngineConfig:
     after_hits: int = 1            # uses of a prefix before write-through copies it
 
     def __post_init__(self):
-        for name in ("page_size", "chunk", "device_tokens", "max_tokens", "max_batch"):
+        for name in ("page_size", "chunk", "device_tokens", "max_tokens", "max_batch",
+                     "after_hits"):
             value = getattr(self, name)
             if value < 1: raise InputError(f"{name} must be at least 1", **{name: value})
-        choices = dict(reader=READERS, split=SPLITTERS, placement=PLACEMENTS)
+        if self.host_bytes < 0:
+            raise InputError("host_bytes must be at least 0", host_bytes=self.host_bytes)
+        choices = dict(reader=READERS, split=SPLITTERS, placement=PLACEMENTS, policy=WRITES)
         for name, known in choices.items():
             value = getattr(self, name)
             if value not in known:
@@ -374,7 +378,9 @@ class Engine:
             self.predicted[n] += self.reader.layer_bytes(plan, n, self.draft.stores(plan))
         self.predicted[-1] += output_bytes(plan, self.model.config.hidden_size)
 
-    def prefill(self, r: Request) -> torch.Tensor:
+    def prefill(self, r: Request,
+                seen: Callable[[Request], object] = bool,  # called after each chunk
+    ) -> torch.Tensor:
         "All chunks of one request; logits of the last token [vocab]"
         while True:
             try: logits = self.step(r)
@@ -382,6 +388,7 @@ class Engine:
                 self.abort(r)
                 self.reuse(r)
                 continue
+            seen(r)
             if logits is not None: return logits
 
     # -- holders

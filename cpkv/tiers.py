@@ -118,7 +118,7 @@ class DeviceAndHost(DeviceOnly):
         new_bytes = pinned_bytes if pool.buffers[0].pages.is_cuda else plain_bytes
         self.host = HostPool(payload, world.rank % pool.layout.cp_size, config.host_bytes,
                              form=config.form, new_bytes=new_bytes)
-        self.copies = Copies(pool, self.host, timeout=world.timeout)
+        self.copies = Copies(pool, self.host, timeout=world.timeout, checksums=world.debug)
         self.cache = HiCache(world, tree, alloc, self.copies, policy=config.policy,
                              after_hits=config.after_hits)
 

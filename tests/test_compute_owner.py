@@ -425,3 +425,13 @@ def test_what_is_not_written_directly_takes_each_page_from_the_fullest_class(fre
         left[want[-1]] -= 1
     assert fullest(np.array(free), num).tolist() == want
     if num <= sum(free): assert min(left) >= 0                          # no class is short while another has pages
+
+@pytest.mark.parametrize("name", SPLITTERS)
+@pytest.mark.parametrize("R", [1, 2, 8])
+def test_a_batch_of_nobody_is_split_too(name, R):
+    "Zero is a normal size"
+    made = split_batch(name, [], R, 4, [9] * R)
+    assert made.rows_by_rank == (0,) * R and made.segments == () and made.max_rows == 0
+    for placement in PLACEMENTS:
+        got = classes(made, [], placement, PageLayout(cp_size=R, page_size=4), [9] * R)
+        assert got.bases == got.classes == ()

@@ -257,12 +257,12 @@ def test_pages_that_leak_are_found(monkeypatch):
     assert not r["ok"] and r["leaked_pages"] > 0 and not any(map(differences, r["turns"]))
 
 def rank_1_finds(monkeypatch, value, where):
-    real = demo._all_chunks
-    def chunks(engine, r, job):
-        out = real(engine, r, job).clone()
-        if engine.world.rank == 1: out[where(out)] += value
+    real = Engine.prefill
+    def prefill(self, r, *seen):
+        out = real(self, r, *seen).clone()
+        if self.world.size > 1 and self.world.rank == 1: out[where(out)] += value
         return out
-    monkeypatch.setattr(demo, "_all_chunks", chunks)
+    monkeypatch.setattr(Engine, "prefill", prefill)
 
 def test_logits_are_compared_on_every_rank(monkeypatch):
     rank_1_finds(monkeypatch, -1e-3, torch.argmin)

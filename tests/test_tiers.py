@@ -230,7 +230,10 @@ def test_refusals():
     with pytest.raises(ConfigError, match="every layer of a page"):
         run_ranks(lambda peers: engine_of(peers.world(), reader="layer_split", placement="cyclic"), 2, backend="local")
     with pytest.raises(Exception, match="(?i)budget|below"): engine_of(Solo(), host=10)
-    with pytest.raises(InputError, match="policy"): engine_of(Solo(), policy="sometimes")
+    for host in (0, 1 << 22):
+        with pytest.raises(InputError, match="policy"): engine_of(Solo(), host=host, policy="sometimes")
+        with pytest.raises(InputError, match="after_hits"): engine_of(Solo(), host=host, after_hits=0)
+    with pytest.raises(InputError, match="host_bytes"): engine_of(Solo(), host=-1)
 
 def test_a_step_is_one_vector_on_the_control_lane():
     "Two numbers and eight, also while nothing is queued; nothing else but the verdict of a forward that joined a load"
@@ -247,3 +250,18 @@ def test_a_step_is_one_vector_on_the_control_lane():
         return idle, busy, steps, close(engine)
     for idle, busy, steps, leaked in run_ranks(rank, 2, backend="local"):
         assert idle == ["agreed_min"] * 3 and busy == ["agreed_min"] * (steps + 1) and leaked == 0
+
+@pytest.mark.parametrize("R", [1, 2])
+def test_under_debug_a_byte_that_changed_on_the_host_is_not_loaded(R):
+    "Its page and what stands on it are computed again, on all ranks, and it is counted"
+    def rank(peers):
+        engine = engine_of(peers.world())
+        said = [serve(engine, i, p) for i, p in enumerate((A, B))]
+        engine.tiers.finish()
+        host, match = engine.tiers.host, engine.tree.match(engine.tree.reusable(LATER))
+        if len(at := host.mine(match.host_pages)) and peers.rank == R - 1: host.buffers[-1].pages[at[0], 3] ^= 1
+        said.append(serve(engine, 2, LATER))
+        return said, dict(engine.tiers.cache.counters), len(match.host_pages), close(engine)
+    got = run_ranks(rank, R, backend="local", debug=True)
+    assert all(n["failed_loads"] == 1 and had > 0 and leaked == 0 for _, n, had, leaked in got)
+    for i, prompt in enumerate((A, B, LATER)): assert same(prompt, [said[i] for said, *_ in got])
