@@ -96,7 +96,7 @@ def close(engine):
 @pytest.fixture
 def checked(monkeypatch):
     "Copies keep digests"
-    monkeypatch.setattr("cpkv.tiers.Copies", partial(Copies, checksums=True))
+    monkeypatch.setattr("cpkv.tiers.Copies", lambda *args, **kw: Copies(*args, **kw | dict(checksums=True)))
 
 @pytest.fixture
 def gates(monkeypatch):
