@@ -1,5 +1,5 @@
 "What public reports gave in about the host tier, through a whole engine; docs/field-cases.md is the map"
-from functools import cache, partial
+from functools import cache
 
 import numpy as np
 import pytest
