@@ -205,6 +205,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                              'cpkv.copies.RoundTrip': ('copies.html#roundtrip', 'cpkv/copies.py'),
                              'cpkv.copies.RoundTrip.__init__': ('copies.html#roundtrip.__init__', 'cpkv/copies.py'),
                              'cpkv.copies.RoundTrip.backup': ('copies.html#roundtrip.backup', 'cpkv/copies.py'),
+                             'cpkv.copies.RoundTrip.forget': ('copies.html#roundtrip.forget', 'cpkv/copies.py'),
                              'cpkv.copies.RoundTrip.load_back': ('copies.html#roundtrip.load_back', 'cpkv/copies.py'),
                              'cpkv.copies._copy_now': ('copies.html#_copy_now', 'cpkv/copies.py'),
                              'cpkv.copies.bench_copies': ('copies.html#bench_copies', 'cpkv/copies.py')},

@@ -122,9 +122,12 @@ class PageAllocator:
         return np.isin(self._holder[pages], holders)
 
     def take(self,
-        classes: Sequence[np.ndarray],  # a chain each: class of every new page, in order
-    ) -> list[np.ndarray]:              # a chain each: its pages, int32, now a request's
+        classes: Sequence[np.ndarray],     # a chain each: class of every new page, in order
+        holder: Holder = Holder.REQUEST,   # of all of them from now on
+    ) -> list[np.ndarray]:                 # a chain each: its pages, int32
         "Pages for a whole batch, or none"
+        if holder in (Holder.SINK, Holder.FREE):
+            raise ConservationError("pages are taken for somebody", holder=holder.name)
         flat, R = _class_ids(classes, self.layout.cp_size), self.layout.cp_size
         need, free = np.bincount(flat, minlength=R), self.free_by_class
         if (need > free).any():
@@ -133,7 +136,7 @@ class PageAllocator:
         for c in np.flatnonzero(need):
             pages[flat == c] = self._free[c, self._top[c]:self._top[c] + need[c]]
         self._top += need
-        self._holder[pages] = Holder.REQUEST
+        self._holder[pages] = holder
         return np.split(pages, np.cumsum([len(c) for c in classes])[:-1]) if len(classes) else []
 
     def move(self, pages: Sequence[int] | np.ndarray, src: Holder, dst: Holder) -> None:
@@ -164,8 +167,9 @@ class PageAllocator:
             raise ConservationError("lists and holders differ", listed=len(listed), free=len(free))
         alien = [c for c, ids in enumerate(lists) if (self.layout.owner_of_page(ids) != c).any()]
         if alien: raise ConservationError("a list has another owner's page", classes=alien)
-        held = {h.name: sum(self.count(h)) for h in Holder}
-        if sum(held.values()) != self.num_pages or self.count(Holder.SINK) != [1] * len(lists):
+        counts = np.bincount(self._holder, minlength=len(Holder)).tolist()
+        held = {h.name: counts[h] for h in Holder}
+        if len(counts) > len(Holder) or self.count(Holder.SINK) != [1] * len(lists):
             raise ConservationError("holders do not add up", num_pages=self.num_pages, **held)
 
     def _valid(self, pages: Sequence[int] | np.ndarray) -> np.ndarray:

@@ -39,7 +39,7 @@ from .host_pool import (Claims, HostPool, Use, check_pool, payload_of, pinned_by
 from .laws import (ConservationError, InputError, LeaseError, OrderError, OwnershipError,
                        PageIdError, PeerError, ResidencyError, WaitTimeout)
 from .layout import PageLayout, check_pages
-from .measure import best_seconds
+from .measure import timed
 from .pool import FORMATS, PayloadDims, Pool
 
 # %% ../nbs/14aa_copies.ipynb #50ee2bff
@@ -85,8 +85,7 @@ class Copies:
                   **facts: Any) -> np.ndarray:  # held by TRANSFER
         "Take device pages and start to load them, or nothing"
         owners = self.layout.owner_of_page(np.asarray(host_pages, np.int64))
-        [pages] = alloc.take([owners])
-        alloc.move(pages, Holder.REQUEST, Holder.TRANSFER)
+        [pages] = alloc.take([owners], Holder.TRANSFER)
         try: self.load(op_id, host_pages, pages, **facts)
         except BaseException:
             alloc.free(pages, Holder.TRANSFER)
@@ -245,12 +244,15 @@ class Copies:
         t, limit = self._threads[kind], self.timeout if timeout is None else timeout
         stop, on = time.monotonic() + limit, t.layer_cond if layers else t.cond
         with on:
-            while not is_so():
-                self._check_alive(kind)
-                left = stop - time.monotonic()
-                if left <= 0: raise WaitTimeout(f"a {kind.value} takes too long", seconds=limit,
-                                                rank=self.host.rank, **facts)
-                on.wait(min(left, t.mover.poll))
+            t.layer_waits += layers
+            try:
+                while not is_so():
+                    self._check_alive(kind)
+                    left = stop - time.monotonic()
+                    if left <= 0: raise WaitTimeout(f"a {kind.value} takes too long", seconds=limit,
+                                                    rank=self.host.rank, **facts)
+                    on.wait(min(left, t.mover.poll))
+            finally: t.layer_waits -= layers
 
     def draw(self) -> Svg:
         "Operations that nobody popped, and how many layers each has behind it"
@@ -273,10 +275,13 @@ class RoundTrip:
         self.copies, self.nodes = copies, nodes
         self.on_host = [n[:0] for n in nodes]
 
+    def forget(self) -> None:
+        "Make room for the next backup"
+        for pages in self.on_host: self.copies.host.drop(pages)
+
     def backup(self) -> None:
-        "Drop the copies, and make them again"
+        "To host pages that nobody holds"
         copies, host = self.copies, self.copies.host
-        for pages in self.on_host: host.drop(pages)
         self.on_host = [copies.backup(i, pages) for i, pages in enumerate(self.nodes)]
         copies.wait_op(len(self.nodes) - 1)
         for r in copies.pop_writes(len(self.nodes)): host.keep(r.host_pages)
@@ -314,7 +319,9 @@ def bench_copies(
                 "there": lambda: _copy_now(there, flat), "back": lambda: _copy_now(flat, there)}
         best = dict.fromkeys(runs, float("inf"))
         for _ in range(repeats):  # in turn, so that a busy moment meets them all
-            for name, run in runs.items(): best[name] = min(best[name], best_seconds(run, 1))
+            trip.forget()
+            for name, run in runs.items():
+                best[name] = min(best[name], timed(run, repeats=1, warmup=0).best)
     host.close()
     give_back()
     rate = {name: num / seconds / 1e9 for name, seconds in best.items()}

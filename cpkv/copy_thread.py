@@ -200,6 +200,7 @@ class CopyThread:
         self.cond = threading.Condition(lock := threading.RLock())
         self.layer_cond = threading.Condition(lock)
         self.queue, self.acks = deque[Op](), deque[Op]()  # to do; ended, not yet seen
+        self.layer_waits = 0  # that are going on
         self.is_closing, self.ended_by = False, ""
         name = f"cpkv-{kind.value}-rank{host.rank}"
         self.thread = threading.Thread(target=self._run, name=name, daemon=True)
@@ -225,9 +226,10 @@ class CopyThread:
             self.layer_cond.notify_all()
 
     def _tell_layer(self, op: Op) -> None:
-        with self.layer_cond:  # its own: a wait for the end is not woken by every layer
-            op.marks.append(self.mover.mark())
-            self.layer_cond.notify_all()
+        "First the mark, then a look for who waits: a wait counts itself before it looks for marks"
+        op.marks.append(self.mover.mark())
+        if not self.layer_waits: return
+        with self.layer_cond: self.layer_cond.notify_all()  # not of who waits for the end
 
     def _work(self, op: Op) -> None:
         "Move, then acknowledge, whether it went well or not"

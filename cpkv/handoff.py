@@ -198,8 +198,7 @@ def recv_pages(
     headers, positions = zip(*(hear_header(peers, src) for src in sources))
     check_headers(pool, headers, positions)
     head = headers[0]
-    pages = alloc.take([np.zeros(head["total_pages"], np.int64)])[0]
-    alloc.move(pages, Holder.REQUEST, Holder.TRANSFER)
+    [pages] = alloc.take([np.zeros(head["total_pages"], np.int64)], Holder.TRANSFER)
     try:
         for src, position in zip(sources, positions):
             if len(position): _recv_body(peers, pool, pages[position], src)

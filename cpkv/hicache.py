@@ -217,8 +217,7 @@ class HiCache(Writes):
         if not self.make_room(self.by_class(host_pages)):
             self.counters["no_room_loads"] += 1
             return NO_OP
-        [pages] = self.alloc.take([self.host.layout.owner_of_page(host_pages)])
-        self.alloc.move(pages, Holder.REQUEST, Holder.TRANSFER)
+        [pages] = self.alloc.take([self.host.layout.owner_of_page(host_pages)], Holder.TRANSFER)
         try:
             op = self.ops.begin(_DEVICE, nodes, pages)
             self.copies.load(op, host_pages, pages, node=nodes[0].node_id)

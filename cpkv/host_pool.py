@@ -307,8 +307,7 @@ class HostPool:
     def take(self, device_pages: np.ndarray) -> np.ndarray:  # int32, held by TRANSFER
         "A host page of the same owner for each device page, or none"
         owners = self.layout.owner_of_page(np.asarray(device_pages, np.int64))
-        [pages] = self.alloc.take([owners])
-        self.alloc.move(pages, Holder.REQUEST, Holder.TRANSFER)
+        [pages] = self.alloc.take([owners], Holder.TRANSFER)
         return pages
 
     def keep(self, pages: np.ndarray, **facts: object) -> None:

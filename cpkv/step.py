@@ -136,7 +136,7 @@ def leave(block: Any) -> None:
     exec(_ending(block.gen.gi_code), frame.f_globals, frame.f_locals)
 
 # %% ../nbs/14cy_step.ipynb #2691a478
-_BOXES = (dict, list, set, deque, np.ndarray)
+_BOXES = frozenset((dict, list, set, deque, np.ndarray))
 
 def _is_box(v: Any) -> bool:
     return type(v) in _BOXES and (type(v) is not np.ndarray or v.flags.writeable)
@@ -151,24 +151,25 @@ class Kept(NamedTuple):
     "An object, and all that it says"
     obj: Any
     plain: dict[str, Any]
-    flat: dict[str, Any]  # containers of values
-    deep: dict[str, Any]  # containers of containers
+    flat: list[tuple[str, Any]]  # containers of values
+    deep: list[tuple[str, Any]]  # containers of containers
 
 def keep(o: Any) -> Kept:
     "Remember an object"
     said = vars(o) if hasattr(o, "__dict__") else {n: getattr(o, n) for n in o.__slots__}
-    boxes = {n: v for n, v in said.items() if _is_box(v)}
-    deep = {n for n, v in boxes.items() if type(v) in (dict, list)
-            and any(map(_is_box, v.values() if type(v) is dict else v))}
-    plain = {n: v for n, v in said.items() if n not in boxes}
-    return Kept(o, plain, {n: v.copy() for n, v in boxes.items() if n not in deep},
-                {n: _copied(boxes[n]) for n in deep})
+    plain, flat, deep = {}, [], []
+    for n, v in said.items():
+        if not _is_box(v): plain[n] = v
+        elif type(v) in (dict, list) and any(map(_is_box, v.values() if type(v) is dict else v)):
+            deep.append((n, _copied(v)))
+        else: flat.append((n, v.copy()))
+    return Kept(o, plain, flat, deep)
 
 def put_back(k: Kept) -> None:
     "Let an object say it again"
-    o = k.obj
-    if hasattr(o, "__dict__"): vars(o).update(k.plain)
+    o, plain, flat, deep = k
+    if hasattr(o, "__dict__"): o.__dict__.update(plain)
     else:
-        for n, v in k.plain.items(): setattr(o, n, v)
-    for n, v in k.flat.items(): setattr(o, n, v.copy())
-    for n, v in k.deep.items(): setattr(o, n, _copied(v))
+        for n, v in plain.items(): setattr(o, n, v)
+    for n, v in flat: setattr(o, n, v.copy())
+    for n, v in deep: setattr(o, n, _copied(v))

@@ -100,6 +100,18 @@ def test_admission_is_by_the_tightest_class():
     a.take([[0, 1, 2], [3]])
 
 
+def test_pages_are_taken_for_somebody():
+    a = make(2, 4)
+    for holder in (Holder.REQUEST, Holder.TREE, Holder.TRANSFER):
+        [pages] = a.take([[0, 1]], holder)
+        assert a.count(holder) == [1, 1]
+        a.check()
+        a.free(pages, holder)
+    before = state(a)
+    for holder in (Holder.SINK, Holder.FREE):
+        with pytest.raises(ConservationError, match=holder.name): a.take([[0, 1]], holder)
+        assert state(a) == before
+
 @given(st.integers(1, 4), st.integers(1, 6), st.data())
 def test_a_refused_batch_leaves_no_trace(R, local, data):
     a = make(R, local)

@@ -1,6 +1,7 @@
 """Copies beside the step: the same bytes, a result each, no wait without end, nothing left behind"""
 import itertools
 import threading
+import time
 
 import numpy as np
 import pytest
@@ -156,7 +157,7 @@ def test_a_reader_held_at_a_layer_does_not_read_early():           # trap 21
     with Bed() as b:
         stored, seen = b.store(1, [1]), []
         b.device.poison([1])
-        b.gate.hold(2, 1)
+        for layer in (1, 2): b.gate.hold(2, layer)
         b.copies.load(2, stored, np.array([1]), node=4)
         def read():
             b.copies.wait_layer(2, 1)
@@ -166,9 +167,15 @@ def test_a_reader_held_at_a_layer_does_not_read_early():           # trap 21
         reader.start()
         b.gate.reached(2, 1)
         assert seen == [] and (b.device.latent[1].pages[1] == 255).all()
+        thread = b.copies._threads[Kind.LOAD]
+        for _ in range(1000):                                      # until the reader is asleep
+            if thread.layer_waits: break
+            time.sleep(0.01)
+        assert thread.layer_waits == 1
         b.gate.open(2, 1)
-        reader.join(10)
-        assert seen == [True]
+        reader.join(5)                                             # woken by the layer, not by the end
+        assert seen == [True] and thread.layer_waits == 0
+        b.gate.open(2, 2)
         b.copies.wait_op(2)
 
 def test_joiners_of_a_failed_load_are_told_at_every_layer():

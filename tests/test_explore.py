@@ -23,14 +23,9 @@ def walk(pair, steps, seed):
 
 # -- fix-points
 
-@pytest.mark.parametrize("bounds", SMALL[1:3], ids=str)  # the chapter explores all of them
-def test_small_worlds_break_no_law_and_have_no_dead_end(bounds):
-    r = explore(bounds)
-    assert (r.story, r.error, r.stuck) == ((), None, 0) and r.states > 700
-
 @pytest.mark.slow
-@pytest.mark.parametrize("bounds", [*SMALL, *LARGE], ids=str)
-def test_larger_worlds_break_no_law_and_have_no_dead_end(bounds):
+@pytest.mark.parametrize("bounds", [*SMALL, *LARGE], ids=str)  # the chapter explores the small ones
+def test_no_world_breaks_a_law_or_has_a_dead_end(bounds):
     r = explore(bounds)
     print(bounds, r.states, r.transitions, r.depth)
     assert (r.story, r.error, r.stuck) == ((), None, 0) and r.states > 700
@@ -71,9 +66,9 @@ def successors(pair):
     return out
 
 @pytest.mark.parametrize("bounds,most", [
-    (PLAIN, 120), (Bounds(prompts=("a", "ab")), 250),
-    (Bounds(prompts=("a", "b"), policy="write_back", faults=("copy",)), 150),
-    (Bounds(prompts=("a",), requests=2, faults=("copy", "unreadable")), 150),
+    (PLAIN, 70), (Bounds(prompts=("a", "ab")), 120),
+    (Bounds(prompts=("a", "b"), policy="write_back", faults=("copy",)), 90),
+    (Bounds(prompts=("a",), requests=2, faults=("copy", "unreadable")), 90),
     pytest.param(PLAIN, 297, marks=pytest.mark.slow),
     pytest.param(Bounds(prompts=("a", "ab"), faults=("copy",)), 2500, marks=pytest.mark.slow),
     pytest.param(Bounds(prompts=("a", "ab"), requests=2), 1500, marks=pytest.mark.slow)], ids=str)
