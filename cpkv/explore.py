@@ -41,7 +41,8 @@ _STATE = {r: i for i, r in enumerate(Residency)}
 def shared_view(r: Rank) -> Hashable:
     "What must be the same on both ranks"
     c = r.cache
-    nodes = sorted(r.tree.nodes(), key=r.word_of)
+    words = r.words()
+    nodes = sorted(words, key=words.__getitem__)
     at = {n: i for i, n in enumerate(nodes)} | {r.tree.root: -1, None: -1}
     op_at = {op: i for i, op in enumerate(c.ops.live)} | {NO_OP: -1}
     order = {used: i for i, used in enumerate(sorted({n.used for n in nodes}))}
@@ -59,7 +60,8 @@ def _is_like_parent(n: Node) -> bool:
 
 def _load_view(q: Request, op_at: dict[int, int]) -> tuple[Hashable, ...]:
     if q.load is None: return len(q.leased.host_pages), "", -1
-    return len(q.leased.host_pages), q.load.answer.value, op_at.get(q.load.op, -2)
+    answer = q.load.answer.value + " read" * q.is_read
+    return len(q.leased.host_pages), answer, op_at.get(q.load.op, -2)
 
 def own_view(r: Rank) -> Hashable:
     "What may differ: copies of its own, and bytes on their way; READY pages must be right"
@@ -100,6 +102,7 @@ class Pair:
     "Two ranks"
     def __init__(self, bounds: Bounds):
         self.bounds, self.started = bounds, []
+        self.at, self.changed = None, {0, 1}  # a state that was saved, and ranks that left it
         self.ranks = [Rank(LockStep(self, r), bounds) for r in range(2)]
         if self.started[0] != self.started[1]: raise OrderError("ranks start differently")
 
@@ -138,6 +141,7 @@ class Pair:
 
     def act(self, a: Action) -> str:
         "Do it; what became of it: went on, was refused, or ended all"
+        self.changed |= {a[0]} if a[0] in (0, 1) else {0, 1}
         if a[0] in (0, 1):
             getattr(self.ranks[a[0]], a[1])(*a[2:])
             return "went on"
@@ -203,15 +207,17 @@ class Pair:
         return not (r.open or r.cache.ops.live)
 
     def save(self) -> Any:
-        "All of this state"
-        data = [v.copy() for r in self.ranks for t in Tier for v in r.views[t]]
-        return [keep(o) for r in self.ranks for o in r.objects()], data
+        "All of this state, a rank each"
+        return [([keep(o) for o in r.objects()], [v.copy() for t in Tier for v in r.views[t]])
+                for r in self.ranks]
 
     def restore(self, saved: Any) -> None:
         "Be in that state again"
-        for kept in saved[0]: put_back(kept)
-        views = (v for r in self.ranks for t in Tier for v in r.views[t])
-        for v, was in zip(views, saved[1]): v[:] = was
+        for i in self.changed if saved is self.at else (0, 1):
+            objects, data = saved[i]
+            for kept in objects: put_back(kept)
+            for v, was in zip((v for t in Tier for v in self.ranks[i].views[t]), data): v[:] = was
+        self.at, self.changed = saved, set()
 
 # %% ../nbs/14d_explore.ipynb #8706ce8c
 class Explored(NamedTuple):

@@ -156,7 +156,8 @@ def _no_wait_for_parents(f: Callable) -> Callable:
 
 # %% ../nbs/14da_guards.ipynb #493d5dc0
 PLAIN, SPLIT = Bounds(prompts=("a",)), Bounds(prompts=("a", "ab"))
-BREAK, TWO = (Bounds(prompts=("a",), faults=("copy",), requests=n) for n in (1, 2))
+BREAK = Bounds(prompts=("a",), faults=("copy",))
+TWO = Bounds(prompts=("a",), requests=2, policy="write_back")
 GUARDS = (
     Guard("a write is published after its ack", 2, PLAIN, HiCache, "_start_write", _at_issue),
     Guard("a split gives both halves the operation", 2, SPLIT, Moves, "split", _ids_on_one_half),
@@ -177,7 +178,7 @@ GUARDS = (
     Guard("a leased copy stays", 3, PLAIN, Nodes, "is_free",
           lambda f: lambda self, n, t: n.residency[t] is _READY and _PENDING not in n.residency),
     Guard("a copy that is being loaded stays on the host", 3,
-          Bounds(prompts=("a", "b"), device_pages=2), Nodes, "is_free",
+          Bounds(prompts=("a", "b"), device_pages=2, policy="write_back"), Nodes, "is_free",
           _also_free(Tier.HOST, [_PENDING, _READY])),
     Guard("a copy that is being written stays on the device", 3, PLAIN, Nodes, "is_free",
           _also_free(Tier.DEVICE, [_READY, _PENDING])),
@@ -186,7 +187,7 @@ GUARDS = (
     Guard("a write waits for that of its parent", 1, SPLIT, HiCache, "_write_path",
           _no_wait_for_parents),
     Guard("room is not made above what is written", 1,
-          Bounds(prompts=("a", "abc"), device_pages=2), HiCache, "_host_room",
+          Bounds(prompts=("a", "abc"), device_pages=2, policy="write_back"), HiCache, "_host_room",
           lambda f: lambda self, need, but: f(self, need, ())),
     Guard("the draft is looked at before the target goes", 9,
           Bounds(prompts=("a", "b"), faults=("malformed",)), HiCache, "_host_room", _late_error),

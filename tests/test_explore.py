@@ -9,6 +9,7 @@ from cpkv.laws import CapacityError, OrderError
 from cpkv.small import Bounds
 
 PLAIN = Bounds(prompts=("a",))
+BACK = Bounds(prompts=("a",), policy="write_back")
 WIDE = Bounds(prompts=("a", "ab", "ac"), requests=2, faults=("copy", "unreadable", "issue"))
 
 
@@ -31,13 +32,13 @@ def test_no_world_breaks_a_law_or_has_a_dead_end(bounds):
     assert (r.story, r.error, r.stuck) == ((), None, 0) and r.states > 700
 
 def test_the_counts_are_the_same_every_time():
-    assert explore(PLAIN)[:4] == explore(PLAIN)[:4]
+    assert explore(BACK)[:4] == explore(BACK)[:4]
 
 def test_a_search_that_does_not_end_is_no_proof():
-    n = explore(PLAIN).states
-    assert explore(PLAIN, most=n).states == n
+    n = explore(BACK).states
+    assert explore(BACK, most=n).states == n > 100
     for most in (0, 1, n - 1):
-        with pytest.raises(CapacityError): explore(PLAIN, most=most)
+        with pytest.raises(CapacityError): explore(BACK, most=most)
 
 def test_a_state_without_a_way_to_rest_is_counted():
     before = [[], [0], [1], [2, 3], [4]]  # 0 -> 1 -> 2 -> 3 -> 3, and 4 alone
@@ -49,10 +50,10 @@ def test_a_state_without_a_way_to_rest_is_counted():
 
 def said(pair, a):
     "An action by what its request is, not by where it stands"
-    if a[0] not in ("load", "read", "abort"): return a
+    if a[0] not in ("load", "read", "compute", "abort"): return a
     q, live = pair.ranks[0].open[a[1]], [*pair.ranks[0].cache.ops.live]
     op = None if q.load is None else live.index(q.load.op) if q.load.op in live else q.load.answer
-    return a[0], q.prompt, len(q.pages), len(q.leased.host_pages), op
+    return a[0], q.prompt, len(q.pages), len(q.leased.host_pages), q.is_read, op
 
 def successors(pair):
     "What each action leads to"
@@ -69,7 +70,7 @@ def successors(pair):
     (PLAIN, 70), (Bounds(prompts=("a", "ab")), 120),
     (Bounds(prompts=("a", "b"), policy="write_back", faults=("copy",)), 90),
     (Bounds(prompts=("a",), requests=2, faults=("copy", "unreadable")), 90),
-    pytest.param(PLAIN, 297, marks=pytest.mark.slow),
+    pytest.param(PLAIN, 1000, marks=pytest.mark.slow),
     pytest.param(Bounds(prompts=("a", "ab"), faults=("copy",)), 2500, marks=pytest.mark.slow),
     pytest.param(Bounds(prompts=("a", "ab"), requests=2), 1500, marks=pytest.mark.slow)], ids=str)
 def test_states_that_look_the_same_go_on_in_the_same_way(bounds, most):
