@@ -19,7 +19,7 @@ __all__ = ['NO_PAGES', 'Choose', 'EngineConfig', 'Request', 'Ready', 'Computed',
 
 # %% ../nbs/17_engine.ipynb #830d7a3f
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -146,7 +146,7 @@ class Engine:
         check_choice(config.split, config.placement, shards, world.size)
         self.layout = lay = PageLayout(cp_size=shards, page_size=config.page_size)
         local = -(-lay.num_pages(config.device_tokens) // shards) + 1
-        has_index = self.draft.has_index
+        has_index, self.target_layers = self.draft.has_index, c.num_hidden_layers
         self.pool = Pool(lay, has_index=has_index, dims=c.payload_dims, local_pages=local,
                          format=format_of(config.format), device=device,
                          holds=reader.holds(len(has_index), world.size, world.rank))
@@ -167,7 +167,7 @@ class Engine:
         c = self.config
         if not c.host_bytes: return DeviceOnly(self.tree, self.alloc)
         host = HostConfig(host_bytes=c.host_bytes, policy=c.policy, after_hits=c.after_hits)
-        draft_layers = len(self.draft.has_index) - self.model.config.num_hidden_layers
+        draft_layers = len(self.draft.has_index) - self.target_layers
         return DeviceAndHost(self.world, self.tree, self.alloc, self.pool, draft_layers, host)
 
     def close(self) -> None:
@@ -357,6 +357,7 @@ class Engine:
                                        partial(self.tiers.wait_layer, loads))
         try:
             hidden_TD = self.model.forward(session)
+            self.predict(plan, range(self.target_layers))  # they have moved, in vain or not
             self.tiers.verdict(loads)
             self._check_loads(batch)
             last_BD, rows = gather_output(self.world, plan, hidden_TD)
@@ -367,16 +368,16 @@ class Engine:
             session.abort()
             raise
         session.end()
-        self.predict(plan)
+        self.predict(plan, [*range(self.target_layers, len(self.pool.has_index)), -1])
         ends = iter(zip(logits, tokens))
         return [Computed(*(next(ends) if s else (None, None)), rows.get(i))
                 for i, s in enumerate(plan.samples)]
 
-    def predict(self, plan: ForwardPlan) -> None:
-        "Add what the plan says that each rank receives; layer -1 is the hidden rows"
-        for n in range(len(self.pool.has_index)):
-            self.predicted[n] += self.reader.layer_bytes(plan, n, self.draft.stores(plan))
-        self.predicted[-1] += output_bytes(plan, self.model.config.hidden_size)
+    def predict(self, plan: ForwardPlan, layers: Iterable[int]) -> None:
+        "Add what the plan says that each rank receives in some layers; -1 is the hidden rows"
+        for n in layers:
+            self.predicted[n] += output_bytes(plan, self.model.config.hidden_size) if n < 0 else (
+                self.reader.layer_bytes(plan, n, self.draft.stores(plan)))
 
     def prefill(self, r: Request,
                 seen: Callable[[Request], object] = bool,  # called after each chunk

@@ -234,7 +234,7 @@ class Forecast(Engine):
         return []
 
     def _forward(self, plan: ForwardPlan, choose: Choose, *_: object) -> list[Computed]:
-        self.predict(plan)
+        self.predict(plan, range(-1, len(self.pool.has_index)))
         return [Computed(None, None, None)] * len(plan.samples)
 
 class Walk(Forecast):

@@ -199,6 +199,25 @@ def test_a_byte_that_changes_on_the_host_is_found(monkeypatch):
     assert not r["ok"] and not any(map(differences, r["turns"][:3]))
     assert "KV bytes" in differences(r["turns"][3]) and r["turns"][3]["first_kv_difference"]["rank"] in (1, None)
 
+@pytest.mark.parametrize("local_page", [False, True])
+def test_a_load_that_fails_is_computed_again_and_every_byte_of_both_tries_was_predicted(monkeypatch, local_page):
+    from cpkv.copy_thread import CopyThread, Kind
+    from cpkv.laws import ResidencyError
+    real, done = CopyThread._move, []
+    def move(self, op):
+        real(self, op)
+        pages = self.host.mine(op.host_pages)
+        if op.kind is not Kind.LOAD or self.host.rank != 1 or len(pages) < 2 or done: return
+        done.append(int(pages[-1]))       # all that it moved is there, and nobody may believe it
+        if local_page: raise ResidencyError("a page does not read", local_page=done[0])
+        raise OSError("the link is gone")
+    monkeypatch.setattr(CopyThread, "_move", move)
+    r, want = four_turns.__wrapped__(), four_turns()
+    assert done and r["ok"] and said(r) == said(want) and r["leaked_pages"] == 0
+    assert [differences(t) for t in r["turns"]] == [[]] * 4
+    back, was = r["turns"][3], want["turns"][3]
+    assert was["cached_host"] > back["cached_host"] and (back["cached_host"] > 0) == local_page
+
 def test_host_bytes_below_a_page_are_refused_before_a_process_starts():
     with pytest.raises(InputError, match="at least a page and its sink.*needed_bytes"):
         run_demo(text=TEXT[:100], host_bytes=10)
