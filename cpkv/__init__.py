@@ -1,6 +1,6 @@
 """Modules:
 
-- `cpkv.all_gather`: Phase 1: one prompt over many ranks: two ways to split a batch, and the plan of it
+- `cpkv.all_gather`: Phase 1: one prompt over many ranks: what each of them must know of a batch
 - `cpkv.alloc`: One holder a page, and a free list for each owner
 - `cpkv.attention`: Sparse attention over a view: choose the keys of every query, then attend to those alone
 - `cpkv.bench`: Numbers with a unit, taken on request and never in a test
@@ -50,6 +50,7 @@
 - `cpkv.settle`: What is on its way between the tiers ends on all ranks alike, by one vector a step
 - `cpkv.shared_kv`: Phases 2 and 3: one copy of the cache, sharded by page, read as if it were whole
 - `cpkv.small`: One rank of a world so small that all that can happen in it can be told
+- `cpkv.split`: Who computes which tokens of a batch
 - `cpkv.step`: Copies that move when told, and states that can be put back
 - `cpkv.tensors`: Named tensors in safetensors files: found by name, checked by their headers, read by memory map
 - `cpkv.tiers`: What an engine asks of its cache's tiers: one of them, or two

@@ -26,8 +26,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from .all_gather import Extend, ForwardPlan, Split, direct_rows, owned_rows, upload
-from .all_gather import zigzag_split
+from .all_gather import ForwardPlan, direct_rows, owned_rows, upload
+from .split import Extend, Split
+from .split import zigzag_split
 from .alloc import PageAllocator, alloc_8x8192_ms
 from .compute_owner import NO_BASE, Chain, Dealt, classes, split_batch
 from .config import TINY, parse_config

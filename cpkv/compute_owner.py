@@ -26,7 +26,7 @@ from functools import partial
 
 import numpy as np
 
-from .all_gather import Extend, Split, interleave_split, zigzag_split
+from .split import Extend, Split, interleave_split, zigzag_split
 from .alloc import PageAllocator, cyclic_classes, pick_base
 from .laws import CapacityError, ConfigError, InputError, OwnershipError
 from .layout import PageLayout

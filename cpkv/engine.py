@@ -27,7 +27,8 @@ from functools import partial
 import numpy as np
 import torch
 
-from .all_gather import Extend, ForwardPlan, Split
+from .all_gather import ForwardPlan
+from .split import Extend, Split
 from .alloc import Holder, PageAllocator
 from .compute_owner import (PLACEMENTS, SPLITTERS, Chain, Dealt, check_choice, classes,
                                 split_batch)

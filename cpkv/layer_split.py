@@ -22,7 +22,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from .all_gather import ForwardPlan, token_cuts
+from .all_gather import ForwardPlan
+from .split import token_cuts
 from .laws import ConfigError
 from .pool import Buffer, Pool
 from .reader import ALIGN, VIEW, Arrive, Reader, is_here, of_layer, widths

@@ -24,7 +24,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from .all_gather import Extend, Split, bounds_of, fold, zigzag_of, zigzag_split
+from .split import Extend, Split, bounds_of, fold, zigzag_of, zigzag_split
 from .draw import Svg, strip
 from .laws import InputError
 

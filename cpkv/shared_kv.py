@@ -26,7 +26,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from .all_gather import Extend, ForwardPlan, Split, runs, zigzag_split
+from .all_gather import ForwardPlan, runs
+from .split import Extend, Split, zigzag_split
 from .laws import ConservationError
 from .layout import PageLayout
 from .ops.table import REF

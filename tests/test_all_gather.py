@@ -1,7 +1,5 @@
-"Each new token is computed once, all about it moves with it, and every rank has the same plan"
+"All about a row moves with it, each row is stored once, and every rank has the same plan"
 import dataclasses
-import json
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -9,21 +7,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cpkv.all_gather import (SPLITS, Extend, ForwardPlan, chunk_bytes, direct_rows, draw_split,
-                             fit_rows, flat_tables, interleave_split, owned_rows, token_cuts, upload,
-                             zigzag_of, zigzag_split)
+from batches import extends_of, golden, lengths, new_tokens, pairs_of, ranks, splits
+from cpkv.all_gather import (ForwardPlan, chunk_bytes, direct_rows, fit_rows, flat_tables,
+                             owned_rows, upload)
 from cpkv.laws import ConservationError, InputError, OwnershipError, PageIdError
 from cpkv.layout import PageLayout
-
-GOLD = json.loads((Path(__file__).parent / "data/upstream_golden.json").read_text())["zigzag"]
-splits = pytest.mark.parametrize("split", SPLITS.values(), ids=SPLITS)
-lengths = st.lists(st.tuples(st.integers(0, 40), st.integers(1, 40)), min_size=1, max_size=5)
-ranks = st.integers(1, 8)
+from cpkv.split import SPLITS, Extend, interleave_split, zigzag_of, zigzag_split
 
 
-def extends_of(pairs):
-    "Extends of (history, new tokens) pairs, request ids unlike places"
-    return tuple(Extend(request=100 + i, start=h, stop=h + n) for i, (h, n) in enumerate(pairs))
 
 def pages_of(extends, lay, seed=0):
     "Pages of each request, shuffled over all owners"
@@ -39,8 +30,6 @@ def plans_of(pairs, R, cp=None, P=4, split=zigzag_split, **change):
                  samples=(True,) * len(ext)) | change
     return [ForwardPlan(rank=r, owner=r % lay.cp_size, **facts) for r in range(R)]
 
-def positions(segment): return range(segment.start, segment.stop, segment.step)
-
 def lies(plans):
     "Request and position of each row of the gathered buffer; filler -7"
     buffer = np.full((len(plans), plans[0].split.max_rows, 2), -7)
@@ -48,49 +37,6 @@ def lies(plans):
         n = p.rows.num
         buffer[p.rank, :n] = np.stack([p.rows.index[:n], p.rows.position[:n]], 1)
     return buffer.reshape(-1, 2)
-
-def new_tokens(extends):
-    return [(i, p) for i, e in enumerate(extends) for p in range(e.start, e.stop)]
-
-
-@splits
-@given(lengths, ranks)
-def test_segments_tile_every_request(split, pairs, R):
-    ext = extends_of(pairs)
-    made = split(ext, R)
-    got = [(s.index, p) for s in made.segments for p in positions(s)]
-    assert len(got) == len(set(got)) and sorted(got) == new_tokens(ext)
-    assert [len(positions(s)) for s in made.segments] == made.size.ravel().tolist()
-    assert sum(made.rows_by_rank) == len(got) and made.max_rows == max(made.rows_by_rank)
-    assert [s for r in range(R) for s in made.of_rank(r)] == list(made.segments)
-    assert all(s.rank == r for r in range(R) for s in made.of_rank(r))
-
-
-@given(lengths, ranks)
-def test_zigzag_segments_differ_by_one_at_most(pairs, R):
-    for i, e in enumerate(extends_of(pairs)):
-        mine = [s for s in zigzag_split(extends_of(pairs), R).segments if s.index == i]
-        sizes = [len(positions(s)) for s in sorted(mine, key=lambda s: (s.start, s.stop))]
-        assert sizes == np.diff(token_cuts(e.num_tokens, 2 * R)).tolist()
-        assert max(sizes) - min(sizes) <= 1 and sizes == sorted(sizes, reverse=True)
-
-
-@given(lengths, ranks)
-def test_interleave_deals_the_tokens_of_the_batch_round(pairs, R):
-    ext = extends_of(pairs)
-    split, whole = interleave_split(ext, R), new_tokens(ext)
-    for r in range(R):
-        assert [(s.index, p) for s in split.of_rank(r) for p in positions(s)] == whole[r::R]
-    assert max(split.rows_by_rank) - min(split.rows_by_rank) <= 1
-
-
-@given(lengths, ranks)
-def test_a_rank_holds_heads_then_tails_in_batch_order(pairs, R):
-    split, B = zigzag_split(extends_of(pairs), R), len(pairs)
-    for r in range(R):
-        mine = split.of_rank(r)
-        assert [s.index for s in mine] == [*range(B)] * 2
-        for head, tail in zip(mine[:B], mine[B:]): assert head.stop <= tail.start
 
 
 @splits
@@ -235,70 +181,16 @@ def test_fewer_tokens_than_ranks(pairs, rows):
     assert [len(p.rows.index) for p in plans] == [32 * (n > 0) for n in rows]
 
 
-@splits
-@pytest.mark.parametrize("R", range(1, 9))
-def test_every_total_is_covered_or_refused(split, R):
-    with pytest.raises(InputError, match="at least one token"): Extend(request=0, start=3, stop=3)
-    for n in range(1, 4 * R + 2):
-        made = split(extends_of([(3, n)]), R)
-        assert sorted(p for s in made.segments for p in positions(s)) == [*range(3, 3 + n)]
-        assert made.max_rows == -(-n // R)
-
-
-def test_the_work_is_even():
-    for R in (2, 3, 8):
-        for n in (2 * R * 16, 2 * R * 16 + 1, 1000):
-            s = zigzag_split(extends_of([(0, n)]), R)
-            pairs = [sum(p + 1 for x in s.of_rank(r) for p in range(x.start, x.stop)) for r in range(R)]
-            assert max(pairs) - min(pairs) <= (2 * n if n % (2 * R) else 0)  # two last rows' worth
-
-
 # -- another engine's numbers
 
 
-def field_of(extends, split, rank):
-    "What that engine calls each number, from a split of ours"
-    S, B, mine = 2 * split.ranks, len(extends), split.of_rank(rank)
-    natural = sorted(split.segments, key=lambda s: (s.index, s.start))
-    size = lambda s: s.stop - s.start
-    return dict(
-        split_list=[size(s) for s in natural], zigzag_index=[natural.index(s) for s in mine],
-        cp_reverse_index=[split.segments.index(s) for s in natural],
-        reverse_split_len=[size(s) for s in split.segments], per_rank=list(split.rows_by_rank),
-        max_rank_len=[split.max_rows] * split.ranks,
-        kv_prev=[s.stop for s in mine[:B]], kv_next=[s.stop for s in mine[B:]],
-        q_prev=[size(s) for s in mine[:B]], q_next=[size(s) for s in mine[B:]]), S
-
-@pytest.mark.parametrize("case", GOLD, ids=lambda c: f"cp{c['cp']}-r{c['rank']}-{c['extend_lens']}")
-def test_golden_zigzag(case):
-    pairs = [(s - n, n) for s, n in zip(case["seq_lens"], case["extend_lens"])]
-    assert min(n for _, n in pairs) >= 2 * case["cp"]                # no segment is empty
-    plan = plans_of(pairs, case["cp"], P=64)[case["rank"]]
-    fields, _ = field_of(plan.split.extends, plan.split, plan.rank)
-    assert fields == {k: case[k] for k in fields}
-    assert set(case) == set(fields) | {"cp", "rank", "seq_lens", "extend_lens"}
-    heads = sum(case["q_prev"])                                      # the same from the rows themselves
-    last = np.cumsum(case["q_prev"] + case["q_next"]) - 1
+@golden
+def test_golden_rows(case):
+    "A plan's rows end where the other engine says that keys end, heads first"
+    plan = plans_of(pairs_of(case), case["cp"], P=64)[case["rank"]]
+    heads, last = sum(case["q_prev"]), np.cumsum(case["q_prev"] + case["q_next"]) - 1
     assert plan.rows.visible[last].tolist() == case["kv_prev"] + case["kv_next"]
-    assert plan.rows.index[:heads].tolist() == np.repeat(np.arange(len(pairs)), case["q_prev"]).tolist()
-
-def test_all_golden_cases_are_there(): assert len(GOLD) == 168
-
-def test_worked_example_one_request():
-    "3,670 new tokens after 1 on four ranks, seen from rank 1"
-    ext = extends_of([(1, 3670)])
-    got, _ = field_of(ext, zigzag_split(ext, 4), 1)
-    assert got["split_list"] == [459] * 6 + [458] * 2 and got["zigzag_index"] == [1, 6]
-    assert got["cp_reverse_index"] == [0, 2, 4, 6, 7, 5, 3, 1]
-    assert got["per_rank"] == [917, 917, 918, 918]
-    assert (got["kv_prev"], got["kv_next"]) == ([919], [3213])
-
-def test_worked_example_two_requests():
-    ext = extends_of([(0, 12), (0, 9)])
-    got, _ = field_of(ext, zigzag_split(ext, 4), 1)
-    assert got["split_list"] == [2, 2, 2, 2, 1, 1, 1, 1, 2, 1, 1, 1, 1, 1, 1, 1]
-    assert got["zigzag_index"] == [1, 9, 6, 14]
-    assert got["cp_reverse_index"] == [0, 4, 8, 12, 14, 10, 6, 2, 1, 5, 9, 13, 15, 11, 7, 3]
+    assert plan.rows.index[:heads].tolist() == np.repeat(np.arange(len(case["q_prev"])), case["q_prev"]).tolist()
 
 
 # -- what a plan refuses, and its tables
@@ -354,11 +246,8 @@ def test_small_things():
     x = torch.arange(6.).view(3, 2)
     assert fit_rows(x, 2).tolist() == x[:2].tolist() and fit_rows(x, 3).tolist() == x.tolist()
     assert fit_rows(x, 5).tolist() == x.tolist() + [[0, 0]] * 2 and fit_rows(x[:0], 2).shape == (2, 2)
-    assert token_cuts(0, 3) == [0, 0, 0, 0] and token_cuts(7, 3) == [0, 3, 5, 7]
     assert chunk_bytes(zigzag_split(extends_of([(0, 9)]), 4), 10) == 3 * 3 * 10
     assert chunk_bytes(zigzag_split(extends_of([(0, 9)]), 1), 10) == 0
-    assert set(SPLITS) >= {"zigzag"}
-    assert "rank 3" not in draw_split(zigzag_split(extends_of([(2, 3)]), 4)).html   # holds nothing
     plan = plans_of([(0, 3)], 2)[0]
     assert plan != plans_of([(0, 3)], 2)[0] and plan == plan and hash(plan)         # identity, not arrays
 

@@ -8,7 +8,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cpkv.all_gather import Extend, direct_rows, interleave_split, owned_rows, zigzag_split
+from cpkv.all_gather import direct_rows, owned_rows
+from cpkv.split import Extend, interleave_split, zigzag_split
 from cpkv.alloc import Holder, PageAllocator, pick_base
 from cpkv.compute_owner import (NO_BASE, PLACEMENTS, SPLITTERS, Chain, blind, blind_split, check_choice, fullest,
                                 classes, computing_ranks, counted, deal, fill, grow, hit_pages, split_batch,

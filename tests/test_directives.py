@@ -9,7 +9,8 @@ import pytest
 import torch
 
 import cpkv.reader
-from cpkv.all_gather import Extend, ForwardPlan, owned_rows, zigzag_of
+from cpkv.all_gather import ForwardPlan, owned_rows
+from cpkv.split import Extend, zigzag_of
 from cpkv.cli import main
 from cpkv.engine import Engine, EngineConfig, generate
 from cpkv.handoff import send_plan

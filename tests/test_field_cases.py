@@ -10,8 +10,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cpkv.all_gather import (SPLITS, Extend, ForwardPlan, interleave_split, owned_rows, zigzag_of,
-                             zigzag_split)
+from cpkv.all_gather import ForwardPlan, owned_rows
+from cpkv.split import Extend, SPLITS, interleave_split, zigzag_of, zigzag_split
 from cpkv.alloc import Holder, PageAllocator, cyclic_classes
 from cpkv.cli import MOST, OPTIONS, make_parser, parse
 from cpkv.compute_owner import SPLITTERS

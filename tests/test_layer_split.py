@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cpkv.all_gather import SPLITS, Extend, interleave_split, zigzag_split
+from cpkv.split import Extend, SPLITS, interleave_split, zigzag_split
 from cpkv.laws import CapacityError, ConfigError, OrderError
 from cpkv.launch import run_ranks
 from cpkv.layer_split import LayerSplit, capacity_ratio, layer_owners, layer_split_layers

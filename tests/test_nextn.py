@@ -9,7 +9,8 @@ import pytest
 import torch
 from hypothesis import given, strategies as st
 
-from cpkv.all_gather import SPLITS, Extend, ForwardPlan, interleave_split, zigzag_split
+from cpkv.all_gather import ForwardPlan
+from cpkv.split import Extend, SPLITS, interleave_split, zigzag_split
 from cpkv.config import TINY, layer_shapes, parse_config
 from cpkv.laws import InputError, OrderError
 from cpkv.launch import run_ranks

@@ -8,7 +8,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cpkv.all_gather import Extend, ForwardPlan, chunk_bytes, zigzag_split
+from cpkv.all_gather import ForwardPlan, chunk_bytes
+from cpkv.split import Extend, zigzag_split
 from cpkv.launch import run_ranks
 from cpkv.laws import InputError, OwnershipError
 from cpkv.layout import PageLayout

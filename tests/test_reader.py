@@ -5,7 +5,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cpkv.all_gather import Extend, ForwardPlan, zigzag_split
+from cpkv.all_gather import ForwardPlan
+from cpkv.split import Extend, zigzag_split
 from cpkv.laws import CapacityError, ConfigError, LeaseError, OrderError, PageIdError
 from cpkv.launch import run_ranks
 from cpkv.layout import PageLayout

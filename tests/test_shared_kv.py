@@ -9,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from cpkv.all_gather import SPLITS, Extend, ForwardPlan, interleave_split, zigzag_split
+from cpkv.all_gather import ForwardPlan
+from cpkv.split import Extend, SPLITS, interleave_split, zigzag_split
 from cpkv.bench import IDLE, IdleWorld, idle
 from cpkv.laws import OrderError
 from cpkv.launch import run_ranks
