@@ -19,7 +19,7 @@
 - `cpkv.guards`: What each rule of the host tier prevents, shown by taking it away
 - `cpkv.handoff`: From prefill ranks that own pages to a decode process that wants them all, in order
 - `cpkv.hicache`: The host tier's policy: what is copied and when, and what goes when room is short
-- `cpkv.host_pool`: One host object for the whole payload, under one budget
+- `cpkv.host_pool`: One host object for the whole payload
 - `cpkv.inspect`: A proof, from what the ranks wrote down, that the cache was sharded
 - `cpkv.ladder`: The phases side by side: what a rank keeps, receives and needs, told by the engine that runs
 - `cpkv.launch`: Start ranks, bring their results home, and leave nothing running
@@ -28,6 +28,7 @@
 - `cpkv.layout`: Which rank keeps which page, and where
 - `cpkv.local`: Many ranks as threads that pass a baton
 - `cpkv.measure`: Bytes, FLOPs, roofs, timers and differences
+- `cpkv.memory`: How much memory of the host a process may have, and how much of it is free
 - `cpkv.model`: A DeepSeek-V3.2 and GLM-5 decoder in one generator per forward, and its checkpoints
 - `cpkv.mtp`: The draft's part of a prefill: one more layer of the same session, fed one token ahead
 - `cpkv.nextn`: The draft layer that ships with a model: one more layer of the same session, fed one token ahead
@@ -40,6 +41,7 @@
 - `cpkv.ops.table`: One table of verbs, chosen once, the same on every rank
 - `cpkv.output`: The second gather moves only the rows that are sampled, unless the whole batch says otherwise
 - `cpkv.page_split`: Phase 4: segments that end on page borders, so that every page has one computing rank
+- `cpkv.payload`: What lives, moves and dies together, under one budget in bytes
 - `cpkv.pool`: What a token leaves behind, byte by byte, and the buffers that hold it
 - `cpkv.presets`: Models by name: the shapes of three that are served, one that runs anywhere, or a directory
 - `cpkv.radix`: Finds the pages of a prefix that somebody has computed before

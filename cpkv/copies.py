@@ -34,8 +34,8 @@ from .alloc import Holder, PageAllocator
 from .copy_thread import (CopyThread, CpuMover, CudaMover, Done, Failed, Gate, Kind, Op,
                               copy_bytes, cut_runs, find_runs)
 from .draw import Svg, lanes
-from .host_pool import (Claims, HostPool, Use, check_pool, payload_of, pinned_bytes,
-                            plain_bytes)
+from .host_pool import Claims, HostPool, Use, pinned_bytes, plain_bytes
+from .payload import check_pool, payload_of
 from .laws import (ConservationError, InputError, LeaseError, OrderError, OwnershipError,
                        PageIdError, PeerError, ResidencyError, WaitTimeout)
 from .layout import PageLayout, check_pages

@@ -33,7 +33,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from .host_pool import HostPool, hash_pages, payload_of
+from .host_pool import HostPool, hash_pages
+from .payload import payload_of
 from .laws import ResidencyError, WaitTimeout
 from .layout import PageLayout
 from .pool import FORMATS, PayloadDims, Pool

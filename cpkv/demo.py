@@ -18,9 +18,9 @@ a vocabulary without bytes. It measures no time."""
 # %% auto #0
 __all__ = ['TEXT_SHA256', 'FOLLOW_UP', 'NUM_OUTPUT', 'TALKS', 'PROCESS_BYTES', 'shipped_text', 'read_text', 'rest_bytes', 'Job',
            'as_tokens', 'texts_of', 'first_prompts', 'next_prompt', 'conversation_tokens', 'run_role', 'decode_layout',
-           'first_difference', 'logit_difference', 'compare_turn', 'differences', 'memory_bytes', 'pools_bytes',
-           'host_budget', 'check_memory', 'find_model', 'prepare', 'wait_seconds', 'role_of', 'name_roles', 'run_demo',
-           'host_report', 'report']
+           'first_difference', 'logit_difference', 'compare_turn', 'differences', 'pools_bytes', 'host_budget',
+           'check_memory', 'find_model', 'prepare', 'wait_seconds', 'role_of', 'name_roles', 'run_demo', 'host_report',
+           'report']
 
 # %% ../nbs/17b_demo.ipynb #7a805a4e
 import hashlib
@@ -47,6 +47,7 @@ from .launch import run_ranks
 from .layer_split import READERS
 from .layout import PageLayout
 from .measure import bytes_text
+from .memory import memory_bytes
 from .model import (TINY, Model, ModelConfig, load_checkpoint, parse_config, random_weights,
                         save_checkpoint)
 from .mtp import Draft, brings_draft, load_draft
@@ -296,16 +297,6 @@ def differences(turn: dict[str, Any]) -> list[str]:
     return [what for what, ok in right.items() if not ok]
 
 # %% ../nbs/17b_demo.ipynb #dfbf6798
-def memory_bytes() -> int | None:
-    "Memory that this process may use: the machine's, or its cgroup's if that is less"
-    limits = []
-    for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
-        p = Path(path)
-        if p.is_file() and (text := p.read_text().strip()).isdigit(): limits.append(int(text))
-    if hasattr(os, "sysconf"):
-        limits.append(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
-    return min(limits, default=None)
-
 def pools_bytes(config: ModelConfig, has_index: Sequence[bool], cp: int,
                 engine: EngineConfig) -> int:
     "Bytes of the pools of all processes: `cp` shards, and two whole ones"
@@ -331,7 +322,7 @@ def check_memory(config: ModelConfig, has_index: Sequence[bool], cp: int,
     "Refuse what this machine cannot hold"
     pools, have = pools_bytes(config, has_index, cp, engine), memory_bytes()
     need = pools + (cp + 2) * PROCESS_BYTES
-    if have is not None and need > have:
+    if need > have:
         raise CapacityError(f"pools and processes need {bytes_text(need)}, but this machine has "
                             f"{bytes_text(have)}", cp=cp, device_tokens=engine.device_tokens)
 

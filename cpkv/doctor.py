@@ -23,7 +23,8 @@ import numpy as np
 import torch
 
 from . import __version__
-from .demo import memory_bytes, shipped_text
+from .demo import shipped_text
+from .memory import memory_bytes
 from .evidence import check_gates, gates_of
 from .laws import ConfigError, CpkvError
 from .launch import run_ranks
@@ -100,8 +101,7 @@ def run_doctor() -> list[dict[str, Any]]:
         *_check_files(), _check_variables(), _check_ranks(),
         check("cores", (os.cpu_count() or 1) >= 2, os.cpu_count(),
               "one core is enough, slowly", required=False),
-        check("memory", memory is None or memory >= 2 << 30,
-              bytes_text(memory) if memory else "unknown", "the main job wants 2 GiB",
+        check("memory", memory >= 2 << 30, bytes_text(memory), "the main job wants 2 GiB",
               required=False),
         optional("safetensors", "safetensors", "hf", "checkpoints, those of cpkv demo too"),
         optional("triton", "triton", "triton", "kernels, to come"),

@@ -26,7 +26,7 @@ from .copy_thread import Kind
 from .draw import Svg, table
 from .explore import Explored, explore
 from .hicache import HiCache
-from .host_pool import Payload, budget_pages
+from .payload import Payload, budget_pages
 from .laws import ResidencyError
 from .nodes import NO_OP, Moves, Node, Nodes, Residency, Tier
 from .residency import Operations

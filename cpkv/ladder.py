@@ -34,7 +34,8 @@ import torch
 
 from .all_gather import ForwardPlan
 from .config import ModelConfig, num_weights, parse_config
-from .demo import PROCESS_BYTES, as_tokens, memory_bytes, rest_bytes, shipped_text, wait_seconds
+from .demo import PROCESS_BYTES, as_tokens, rest_bytes, shipped_text, wait_seconds
+from .memory import memory_bytes
 from .draw import Svg, bars, stack, table
 from .engine import Choose, Computed, Engine, EngineConfig, Ready, next_stop
 from .evidence import refuse_numbers
@@ -296,7 +297,7 @@ def check_room(case: Case) -> None:
     cache = 2 * case.stop * sum(token_bytes(c.payload_dims, fmt, c.has_index).values())
     need = (case.cp + 1) * (cache + 4 * num_weights(c)[0] + PROCESS_BYTES)
     have = memory_bytes()
-    if have is not None and need > have:
+    if need > have:
         raise CapacityError(f"ranks and their caches need {bytes_text(need)}, but this machine has "
                             f"{bytes_text(have)}", cp=case.cp, tokens=case.stop)
 

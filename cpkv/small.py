@@ -29,7 +29,7 @@ import numpy as np
 
 from .copy_thread import CpuMover, Kind
 from .hicache import Answer, HiCache
-from .host_pool import payload_of
+from .payload import payload_of
 from .laws import BudgetError, ResidencyError
 from .alloc import Holder
 from .layout import PageLayout

@@ -28,7 +28,9 @@ from .alloc import Holder, PageAllocator
 from .copies import Copies
 from .copy_thread import Kind
 from .hicache import Answer, HiCache, Load
-from .host_pool import HostPool, agreed_pages, free_memory, payload_of, pinned_bytes
+from .host_pool import HostPool, pinned_bytes
+from .memory import free_memory
+from .payload import agreed_pages, payload_of
 from .host_pool import plain_bytes
 from .laws import ConfigError, ConservationError, ResidencyError
 from .nodes import NO_OP, NO_PAGES

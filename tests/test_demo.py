@@ -10,8 +10,9 @@ import torch
 
 from cpkv import demo, handoff
 from cpkv.demo import (FOLLOW_UP, PROCESS_BYTES, conversation_tokens, differences, find_model,
-                       memory_bytes, name_roles, next_prompt, pools_bytes, prepare, read_text,
-                       role_of, run_demo, shipped_text, wait_seconds)
+                       name_roles, next_prompt, pools_bytes, prepare, read_text, role_of, run_demo,
+                       shipped_text, wait_seconds)
+from cpkv.memory import memory_bytes
 from cpkv.engine import Engine, EngineConfig
 from cpkv.laws import CapacityError, ConfigError, ConservationError, CpkvError, InputError
 from cpkv.model import TINY, parse_config

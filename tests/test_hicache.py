@@ -12,7 +12,8 @@ from cpkv.alloc import Holder, PageAllocator, cyclic_classes, pick_base
 from cpkv.copies import Copies
 from cpkv.copy_thread import ACK, Gate, Hold, Kind, probe_pools
 from cpkv.hicache import Answer, HiCache, agreement_us
-from cpkv.host_pool import HostPool, payload_of
+from cpkv.host_pool import HostPool
+from cpkv.payload import payload_of
 from cpkv.laws import (ConfigError, ConservationError, InputError, LeaseError,
                        OrderError, OwnershipError, PeerError, ResidencyError, WaitTimeout)
 from cpkv.launch import run_ranks

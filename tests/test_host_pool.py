@@ -11,23 +11,13 @@ from hypothesis import strategies as st
 from cpkv.alloc import Holder
 from cpkv.copy_thread import probe_pools
 from cpkv.handoff import pack_pages
-from cpkv.host_pool import (FORMS, PARTS, Claims, HostPool, Payload, Use, agreed_pages,
-                            budget_pages, check_memory, check_pool, free_memory, hash_pages,
-                            pinned_bytes, plain_bytes)
+from cpkv.host_pool import Claims, FORMS, HostPool, Use, hash_pages, pinned_bytes, plain_bytes
+from cpkv.payload import PARTS, Payload, check_pool
 from cpkv.laws import (BudgetError, CapacityError, ConfigError, ConservationError, InputError,
                        LeaseError, OwnershipError, PageIdError, ResidencyError)
-from cpkv.launch import run_ranks
 from cpkv.layout import PageLayout
-from cpkv.measure import GIB
 from cpkv.pool import FORMATS, PayloadDims, Pool
-
-DIMS = PayloadDims(latent=6, rope=2, index=4)
-SHAPES = [((True, True, True, True), 1), ((True, False, False, True), 1), ((False, True), 0),
-          ((False, False, True), 2)]
-
-def make(cp=2, P=4, has_index=(True, False, True), draft=1, fmt="fp32", dims=DIMS) -> Payload:
-    return Payload(layout=PageLayout(cp_size=cp, page_size=P), has_index=has_index, dims=dims,
-                   format=FORMATS[fmt], draft_layers=draft)
+from payloads import DIMS, SHAPES, make
 
 def host_of(payload: Payload, pages=9, rank=0, **kw) -> HostPool:
     return HostPool(payload, rank, pages * payload.page_bytes(), **kw)
@@ -37,47 +27,7 @@ def scribble(host: HostPool, seed=0) -> None:
     for b in host.buffers:
         b.pages.copy_(torch.randint(0, 256, tuple(b.pages.shape), generator=g, dtype=torch.uint8))
 
-def local(fn, ranks, *args, **kw):
-    return run_ranks(fn, ranks, *args, backend="local", timeout=20, **kw)
-
-
-# -- the budget
-
-def test_a_million_bytes_hold_eleven_pages_of_all_three_parts():   # sglang#30581
-    n = budget_pages(1_000_000, 64, [1152, 132, 96])
-    assert (n, n * 64 * 1380) == (11, 971_520)
-    assert budget_pages(1_000_000, 64, [1152]) == 13               # the mistake, and what it costs
-    assert 13 * 64 * (1152 + 96) > 1_000_000
-
-@pytest.mark.parametrize("budget", [-1, 0, 1, 88_319, 88_320, 176_639])
-def test_a_budget_for_no_page_names_what_it_needs(budget):
-    with pytest.raises(BudgetError, match="needed_bytes=176640") as e:
-        budget_pages(budget, 64, [1152, 132, 96])
-    assert e.value.facts["host_bytes"] == budget and e.value.exit_code == 1
-    assert budget_pages(176_640, 64, [1152, 132, 96]) == 2
-
-@given(st.integers(1, 8), st.sampled_from(sorted(FORMATS)), st.sampled_from(SHAPES),
-       st.integers(2, 40), st.integers(0, 99))
-def test_no_budget_is_passed_and_no_room_for_a_page_is_left(P, fmt, shape, pages, more):
-    payload = make(P=P, fmt=fmt, has_index=shape[0], draft=shape[1])
-    one = payload.page_bytes()
-    budget = pages * one + more % one
-    host = HostPool(payload, 0, budget)
-    assert host.storage.nbytes == pages * one == sum(b.pages.nbytes for b in host.buffers)
-    assert budget - host.storage.nbytes < one
-
-@given(st.integers(0, 50_000))
-def test_a_draft_never_enlarges_the_pool(more):
-    target = make(has_index=(True, True), draft=0)
-    both = make(has_index=(True, True, True), draft=1)
-    budget = 2 * both.page_bytes() + more
-    a, b = (p.local_pages(budget) for p in (target, both))
-    assert b <= a and b * both.page_bytes() <= budget
-    target_part = b * (both.part_bytes()["target latent"] + both.part_bytes()["target index"])
-    assert b * sum(both.part_bytes().values()) > target_part       # the draft is counted
-
-
-# -- the payload
+# -- buffers
 
 @pytest.mark.parametrize("has_index,draft", SHAPES)
 @pytest.mark.parametrize("fmt", sorted(FORMATS))
@@ -93,37 +43,6 @@ def test_buffers_are_those_of_the_device_in_its_order(has_index, draft, fmt, for
     assert host.page_bytes == pool.page_bytes() == sum(payload.part_bytes().values())
     assert tuple(payload.part_bytes()) == PARTS
     check_pool(payload, pool)
-
-def test_four_layers_and_the_draft_list_four_and_four():           # sglang#23539
-    payload = make(has_index=(True,) * 4, draft=1)
-    parts = [payload.part_of(b) for b in payload.blank()]
-    assert parts == (["target latent"] * 3 + ["draft latent"] + ["target index"] * 3
-                     + ["draft index"])
-    lacks = Pool(payload.layout, has_index=(True,) * 3, dims=DIMS, format=FORMATS["fp32"],
-                 local_pages=3)
-    with pytest.raises(ConfigError, match="host and device"): check_pool(payload, lacks)
-
-@pytest.mark.parametrize("change", [
-    dict(draft=0), dict(P=8), dict(cp=4), dict(fmt="bf16"), dict(has_index=(True, True, True)),
-    dict(has_index=(True, False, True, True)), dict(dims=replace(DIMS, rope=4))], ids=str)
-def test_whatever_changes_bytes_changes_signature_and_stamp(change):
-    a, b = make(), make(**change)
-    assert a.signature() != b.signature() and a.stamp(0) != b.stamp(0) and a.stamp(0) != 0
-
-def test_ranks_stamp_differently_and_equal_payloads_alike():
-    assert make().signature() == make().signature()
-    assert len({int(make().stamp(r)) for r in (0, 1)} | {int(make().stamp(0))}) == 2
-
-@pytest.mark.parametrize("draft", [-1, 3, 4])
-def test_a_payload_without_target_is_refused(draft):
-    with pytest.raises(InputError): make(draft=draft)
-
-def test_a_pool_of_another_payload_is_refused_with_both_lines():
-    pool = Pool(PageLayout(cp_size=2, page_size=4), has_index=(True, False, True), dims=DIMS,
-                format=FORMATS["bf16"], local_pages=3)
-    with pytest.raises(ConfigError) as e: check_pool(make(), pool)
-    assert e.value.facts == dict(host="format fp32", device="format bf16")
-
 
 # -- forms
 
@@ -183,101 +102,6 @@ def test_addresses_are_64_bits_wide(tmp_path):                     # tokenspeed#
 
 
 # -- memory
-
-def tree_of(root, files):
-    for name, text in files.items():
-        (root / name).parent.mkdir(parents=True, exist_ok=True)
-        (root / name).write_text(text)
-    return root
-
-MEMINFO = {"proc/meminfo": f"MemTotal: {900 << 20} kB\nMemAvailable: {100 << 20} kB\n"}
-V2 = lambda at, most, used, cache=0: {
-    f"{at}/memory.max": f"{most}\n", f"{at}/memory.current": f"{used * GIB}\n",
-    f"{at}/memory.stat": f"anon 5\ninactive_file {cache * GIB}\n"}
-V1 = lambda at, most, used, cache=0: {
-    f"{at}/memory.limit_in_bytes": f"{most}\n", f"{at}/memory.usage_in_bytes": f"{used * GIB}\n",
-    f"{at}/memory.stat": f"cache 1\ntotal_inactive_file {cache * GIB}\n"}
-CG = "sys/fs/cgroup"
-MACHINES = {
-    "no cgroups": ({}, 100),
-    "v2, no limit": ({"proc/self/cgroup": "0::/a\n"} | V2(f"{CG}/a", "max", 3), 100),
-    "v2": ({"proc/self/cgroup": "0::/a\n"} | V2(f"{CG}/a", 40 * GIB, 6, 1), 35),
-    "v2, the outer binds": ({"proc/self/cgroup": "0::/a/b\n"} | V2(f"{CG}/a/b", 40 * GIB, 6)
-                            | V2(f"{CG}/a", 30 * GIB, 10), 20),
-    "v2, the inner binds": ({"proc/self/cgroup": "0::/a/b\n"} | V2(f"{CG}/a/b", 9 * GIB, 6)
-                            | V2(f"{CG}/a", 30 * GIB, 10), 3),
-    "v2, its group is the root it sees": (
-        {"proc/self/cgroup": "0::/outside/of/this\n"} | V2(CG, 50 * GIB, 8), 42),
-    "v1": ({"proc/self/cgroup": "9:cpu:/\n4:memory:/a\n0::/\n"}
-           | V1(f"{CG}/memory/a", 20 * GIB, 5, 2), 17),
-    "v1, several controllers, unlimited": (
-        {"proc/self/cgroup": "4:cpu,memory:/a\n"}
-        | V1(f"{CG}/memory/a", 9223372036854771712, 5), 100),
-    "v1 nested": ({"proc/self/cgroup": "4:memory:/a/b\n"} | V1(f"{CG}/memory/a/b", 50 * GIB, 1)
-                  | V1(f"{CG}/memory/a", 20 * GIB, 12), 8),
-    "more used than allowed": ({"proc/self/cgroup": "0::/a\n"} | V2(f"{CG}/a", 4 * GIB, 6), 0)}
-
-@pytest.mark.parametrize("name", MACHINES)
-def test_free_memory_is_the_least_that_anybody_allows(tmp_path, name):
-    files, gib = MACHINES[name]
-    assert free_memory(tree_of(tmp_path, MEMINFO | files)) == gib * GIB
-
-def test_this_machine_has_memory():
-    assert free_memory() > 1 << 20
-
-BIG = make(cp=8, P=64, has_index=(True,) * 64, draft=1, fmt="fp8_packed",
-           dims=PayloadDims(latent=512, rope=64, index=128))
-
-def ask(peers, left, gib):
-    "Take memory as soon as it may be taken; what comes later finds less"
-    try:
-        pages = agreed_pages(peers.world(), BIG, gib * GIB, reserve_bytes=10 * GIB,
-                             ranks_on_host=8, probe=lambda: left[0])
-    except CapacityError as e: return e.facts
-    left[0] -= gib * GIB
-    return pages
-
-@pytest.mark.parametrize("seed", range(4))
-def test_eleven_gib_fit_in_any_order_and_twelve_on_no_rank(seed):  # sglang#38156
-    pages = local(ask, 8, [100 * GIB], 11, seed=seed)
-    assert pages == [BIG.local_pages(11 * GIB)] * 8
-    for facts in local(ask, 8, [100 * GIB], 12, seed=seed):
-        assert facts["free_bytes"] == 100 * GIB and facts["reserve_bytes"] == 10 * GIB
-        assert facts["ranks_on_host"] == 8
-        assert facts["request_bytes"] == BIG.local_pages(12 * GIB) * BIG.page_bytes()
-
-def test_exact_numbers_of_the_rule():
-    fits = dict(reserve_bytes=10 * GIB, ranks_on_host=8)
-    check_memory(11 * GIB, 100 * GIB, **fits)
-    check_memory(11 * GIB + GIB // 4, 100 * GIB, **fits)           # 8 x 11.25 = 90
-    with pytest.raises(CapacityError): check_memory(11 * GIB + GIB // 4 + 1, 100 * GIB, **fits)
-    with pytest.raises(CapacityError): check_memory(1, 5, reserve_bytes=5, ranks_on_host=1)
-    with pytest.raises(InputError): check_memory(1, 5, reserve_bytes=0, ranks_on_host=0)
-
-def one_host_is_full(peers):
-    free = 10_000 if peers.rank == 2 else GIB
-    try:
-        agreed_pages(peers.world(), make(cp=4), 5000, reserve_bytes=0, ranks_on_host=4,
-                     probe=lambda: free)
-    except CapacityError as e: return e.message
-    return "accepted"
-
-def test_a_full_host_refuses_all_ranks():
-    said = local(one_host_is_full, 4)
-    assert "pools of all its ranks" in said[2] and "accepted" not in said
-    assert {s for i, s in enumerate(said) if i != 2} == {"another rank's host has no memory"}
-
-def unequal(peers, what):
-    payload = make(draft=peers.rank) if what == "draft" else make()
-    budget = 5000 + 1000 * peers.rank if what == "budget" else 5000
-    agreed_pages(peers.world(), payload, budget, reserve_bytes=0, ranks_on_host=2,
-                 probe=lambda: GIB)
-
-@pytest.mark.parametrize("what,said", [
-    ("budget", "config.host.bytes is 5000 on rank 0, 6000 on rank 1"),
-    ("draft", "config.host.draft_layers is 0 on rank 0, 1 on rank 1")])
-def test_ranks_that_differ_are_told_both_numbers(what, said):
-    with pytest.raises(ConfigError, match=said): local(unequal, 2, what)
 
 def test_a_machine_without_room_is_a_refusal():
     with pytest.raises(CapacityError): plain_bytes(1 << 60)
