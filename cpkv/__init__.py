@@ -26,6 +26,7 @@
 - `cpkv.laws`: Twelve laws of a sharded cache, and the errors that are named for them
 - `cpkv.layer_split`: A baseline: whole layers on single ranks, whose owners send the pages that a batch reads
 - `cpkv.layout`: Which rank keeps which page, and where
+- `cpkv.ledger`: What every rank issued, in order, and the bytes that it received
 - `cpkv.local`: Many ranks as threads that pass a baton
 - `cpkv.measure`: Bytes, FLOPs, roofs, timers and differences
 - `cpkv.memory`: How much memory of the host a process may have, and how much of it is free
@@ -49,6 +50,7 @@
 - `cpkv.residency`: Copies of nodes on their way from tier to tier, none of them seen before it is whole
 - `cpkv.sample`: The next token from a row of logits, the same on every rank and in every batch
 - `cpkv.schedule`: Which requests run together in a step, and what happens when they do not fit
+- `cpkv.scratch`: Memory that a batch needs beside the pool: leased whole, given back once
 - `cpkv.settle`: What is on its way between the tiers ends on all ranks alike, by one vector a step
 - `cpkv.shared_kv`: Phases 2 and 3: one copy of the cache, sharded by page, read as if it were whole
 - `cpkv.small`: One rank of a world so small that all that can happen in it can be told

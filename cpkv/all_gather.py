@@ -33,7 +33,7 @@ from .laws import ConservationError, InputError, OwnershipError, PageIdError
 from .layout import PageLayout
 from .ops.dense import pad_rows
 from .split import Extend, Split
-from .world import gather_bytes
+from .ledger import gather_bytes
 
 # %% ../nbs/06_all_gather.ipynb #24fafb60
 def chunk_bytes(

@@ -45,10 +45,12 @@ from .model import Model, load_checkpoint, random_weights, save_checkpoint
 from .ops.table import REF
 from .page_split import page_split
 from .pool import PayloadDims, Pool, format_of
-from .reader import Reader, Scratch, Session, run_to_end
+from .reader import Reader, Session, run_to_end
+from .scratch import Scratch
 from .residency import bench_radix
 from .shared_kv import ChunkReuse, FullView, probe_pages, probe_plan
-from .world import Handle, Peers, Solo, gather_bytes
+from .ledger import gather_bytes
+from .world import Handle, Peers, Solo
 
 # %% ../nbs/20_bench.ipynb #59476a15
 def plan_once(

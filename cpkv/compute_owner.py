@@ -31,7 +31,7 @@ from .alloc import PageAllocator, cyclic_classes, pick_base
 from .laws import CapacityError, ConfigError, InputError, OwnershipError
 from .layout import PageLayout
 from .page_split import page_split
-from .world import gather_bytes
+from .ledger import gather_bytes
 
 # %% ../nbs/09_compute_owner.ipynb #4ea0822f
 def hit_pages(

@@ -44,7 +44,7 @@ from .nodes import NO_OP
 from .output import gather_output, output_bytes
 from .pool import Pool, format_of
 from .radix import NO_BASE, RadixTree
-from .reader import Scratch
+from .scratch import Scratch
 from .settle import WRITES
 from .tiers import DeviceAndHost, DeviceOnly, HostConfig, LoadFailed
 from .world import World

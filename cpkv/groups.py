@@ -31,7 +31,8 @@ import torch
 import torch.distributed as dist
 
 from .laws import ConfigError, CpkvError, PeerError, WaitTimeout
-from .world import LANES, Entry, Peers, Solo, World, check_same
+from .ledger import Entry, LANES, check_same
+from .world import Peers, Solo, World
 
 # %% ../nbs/04b_groups.ipynb #d8974a1f
 FRAME = 1024  # bytes of the first message of an agreement; a longer text needs a second round

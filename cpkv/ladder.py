@@ -51,7 +51,8 @@ from .ops.table import REF, Ops
 from .pool import format_of, pool_tokens, token_bytes
 from .presets import Source, find_source
 from .reader import Session, run_to_end
-from .world import Entry, Peers, Solo, World
+from .ledger import Entry
+from .world import Peers, Solo, World
 
 # %% ../nbs/20a_ladder.ipynb #46d63cad
 @dataclass(frozen=True, slots=True, kw_only=True)

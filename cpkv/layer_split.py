@@ -26,9 +26,11 @@ from .all_gather import ForwardPlan
 from .split import token_cuts
 from .laws import ConfigError
 from .pool import Buffer, Pool
-from .reader import ALIGN, VIEW, Arrive, Reader, is_here, of_layer, widths
+from .reader import Arrive, Reader, VIEW, is_here, of_layer, widths
+from .scratch import ALIGN
 from .shared_kv import READERS as BY_PAGE, FullView, FullViewSession
-from .world import World, broadcast_bytes
+from .ledger import broadcast_bytes
+from .world import World
 
 # %% ../nbs/07a_layer_split.ipynb #b65b9627
 def layer_split_layers(layers: int, ranks: int) -> int:

@@ -29,7 +29,8 @@ from typing import Any
 import torch
 
 from .laws import CpkvError, InputError, OrderError, RankDied, WaitTimeout
-from .world import Entry, Peers, Solo, World, check_same
+from .ledger import Entry, check_same
+from .world import Peers, Solo, World
 
 # %% ../nbs/04a_local.ipynb #4186d8ab
 def local_bytes(

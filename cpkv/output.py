@@ -17,7 +17,8 @@ import numpy as np
 import torch
 
 from .all_gather import ForwardPlan, fit_rows
-from .world import World, gather_bytes
+from .ledger import gather_bytes
+from .world import World
 
 # %% ../nbs/06a_output.ipynb #f218a7b3
 def sampled_rows(plan: ForwardPlan) -> np.ndarray:

@@ -32,9 +32,11 @@ from .laws import ConservationError
 from .layout import PageLayout
 from .ops.table import REF
 from .pool import POISON, PayloadDims, Pool, format_of
-from .reader import ALIGN, EXCHANGE, VIEW, Arrive, Reader, Scratch, Session, is_here, of_layer
+from .reader import Arrive, EXCHANGE, Reader, Session, VIEW, is_here, of_layer
+from .scratch import ALIGN, Scratch
 from .reader import run_to_end, widths
-from .world import Peers, gather_bytes
+from .ledger import gather_bytes
+from .world import Peers
 
 # %% ../nbs/07_shared_kv.ipynb #46ca80f0
 def view_bytes(

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from cpkv.groups import FRAME, GroupWorld, world_from_env
 from cpkv.laws import CpkvError, OrderError
-from cpkv.world import LANES
+from cpkv.ledger import LANES
 
 DTYPES = ("float32", "bfloat16", "float16", "int64", "int32", "uint8", "bool", "float8_e4m3fn")
 SHAPES = ((), (0,), (1,), (7,), (2, 0, 3), (3, 5), (129, 33))

@@ -20,7 +20,7 @@ from cpkv.layout import PageLayout
 from cpkv.model import TINY, Model, parse_config, random_weights
 from cpkv.ops.table import REF
 from cpkv.pool import FORMATS, Pool
-from cpkv.reader import Scratch
+from cpkv.scratch import Scratch
 from cpkv.shared_kv import PROBE_DIMS, READERS
 from cpkv.world import Solo
 

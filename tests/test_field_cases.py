@@ -24,11 +24,13 @@ from cpkv.model import TINY, Model, parse_config, random_weights
 from cpkv.ops.table import REF
 from cpkv.page_split import page_split
 from cpkv.pool import FORMATS, POISON, PayloadDims, Pool
-from cpkv.reader import Reader, Scratch, run_to_end
+from cpkv.reader import Reader, run_to_end
+from cpkv.scratch import Scratch
 from cpkv.schedule import Scheduler, Want
 from cpkv.shared_kv import (PROBE_DIMS, PROBE_LAYERS, READERS, probe_pages, probe_plan, probe_reader,
                             probe_steps)
-from cpkv.world import LANES, Solo
+from cpkv.ledger import LANES
+from cpkv.world import Solo
 
 ROOT = Path(__file__).parent.parent
 CONFIG = parse_config(TINY, layers=2)

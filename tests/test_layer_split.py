@@ -14,7 +14,8 @@ from cpkv.layer_split import LayerSplit, capacity_ratio, layer_owners, layer_spl
 from cpkv.layout import PageLayout
 from cpkv.ops.table import REF
 from cpkv.pool import POISON, Pool, format_of
-from cpkv.reader import ALIGN, Reader, Scratch, run_to_end
+from cpkv.reader import Reader, run_to_end
+from cpkv.scratch import ALIGN, Scratch
 from cpkv.shared_kv import (PROBE_DIMS, PROBE_LAYERS, FullView, probe_pages, probe_plan,
                             probe_reader, probe_steps, view_pages)
 from cpkv.world import Solo

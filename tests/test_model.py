@@ -16,7 +16,8 @@ from cpkv.model import (ATTEND, LATENT_NORM_EPS, MLP, ONLY, PROJECT, TINY, Model
                         save_checkpoint, weight_shapes)
 from cpkv.ops.table import REF
 from cpkv.pool import FORMATS, Pool
-from cpkv.reader import EXCHANGE, Reader, Scratch
+from cpkv.reader import EXCHANGE, Reader
+from cpkv.scratch import Scratch
 from cpkv.shared_kv import FullView, probe_pages, probe_plan
 
 CONFIG = parse_config(TINY)

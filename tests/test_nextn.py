@@ -20,7 +20,8 @@ from cpkv.nextn import (SHARED, UNKNOWN, NextN, draft_config, draft_tokens, load
                         random_nextn, shifted_tokens)
 from cpkv.ops.table import REF
 from cpkv.pool import FORMATS, Pool
-from cpkv.reader import EXCHANGE, Reader, Scratch
+from cpkv.reader import EXCHANGE, Reader
+from cpkv.scratch import Scratch
 from cpkv.shared_kv import FullView, probe_pages, probe_plan
 
 GLM = parse_config(TINY | dict(index_topk=24))

@@ -13,7 +13,8 @@ from cpkv.layout import PageLayout
 from cpkv.model import Model, load_checkpoint
 from cpkv.ops.table import REF
 from cpkv.pool import FORMATS, Pool
-from cpkv.reader import Reader, Scratch
+from cpkv.reader import Reader
+from cpkv.scratch import Scratch
 from cpkv.shared_kv import FullView, probe_pages, probe_plan
 
 hf = pytest.importorskip("transformers", reason="the oracle is in the extra `hf`")

@@ -17,7 +17,8 @@ from cpkv.launch import run_ranks
 from cpkv.layout import PageLayout
 from cpkv.ops.table import REF
 from cpkv.pool import POISON, Pool, format_of
-from cpkv.reader import Reader, Scratch, run_to_end
+from cpkv.reader import Reader, run_to_end
+from cpkv.scratch import Scratch
 from cpkv.shared_kv import (PROBE_DIMS, PROBE_LAYERS, READERS, ChunkReuse, FullView, PageSource,
                             page_sources, place_locs, probe_pages, probe_plan,
                             probe_reader, probe_steps, reuse_pages, view_bytes, view_pages)
