@@ -40,6 +40,7 @@
 - `cpkv.ops.rows`: Encoded rows in pages: store, gather, restore
 - `cpkv.ops.sparse`: Attention over the picked rows, and states that merge
 - `cpkv.ops.table`: One table of verbs, chosen once, the same on every rank
+- `cpkv.options`: Every knob of every command, in one table
 - `cpkv.output`: The second gather moves only the rows that are sampled, unless the whole batch says otherwise
 - `cpkv.page_split`: Phase 4: segments that end on page borders, so that every page has one computing rank
 - `cpkv.payload`: What lives, moves and dies together, under one budget in bytes
@@ -47,6 +48,8 @@
 - `cpkv.presets`: Models by name: the shapes of three that are served, one that runs anywhere, or a directory
 - `cpkv.radix`: Finds the pages of a prefix that somebody has computed before
 - `cpkv.reader`: The seam between a model and its cache: a session a batch, four steps a layer, scratch by lease
+- `cpkv.report`: What a result says to people
+- `cpkv.request`: What an engine knows of one prompt on its way, and the sizes that all ranks share
 - `cpkv.residency`: Copies of nodes on their way from tier to tier, none of them seen before it is whole
 - `cpkv.sample`: The next token from a row of logits, the same on every rank and in every batch
 - `cpkv.schedule`: Which requests run together in a step, and what happens when they do not fit

@@ -34,7 +34,8 @@ from .compute_owner import NO_BASE, Chain, Dealt, classes, split_batch
 from .config import TINY, parse_config
 from .copies import bench_copies
 from .demo import as_tokens, shipped_text
-from .engine import Engine, EngineConfig, greedy
+from .engine import Engine
+from .request import EngineConfig, greedy
 from .evidence import refuse_numbers
 from .hicache import agreement_us
 from .launch import run_ranks

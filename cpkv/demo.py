@@ -38,7 +38,8 @@ import numpy as np
 import torch
 
 from .compute_owner import check_choice
-from .engine import Engine, EngineConfig, Request, decode, greedy
+from .engine import Engine, decode
+from .request import EngineConfig, Request, greedy
 from .evidence import check_gates
 from .handoff import (page_digests, pool_facts, recv_pages, send_pages, send_plan,
                           tell_register)

@@ -37,7 +37,8 @@ from .config import ModelConfig, num_weights, parse_config
 from .demo import PROCESS_BYTES, as_tokens, rest_bytes, shipped_text, wait_seconds
 from .memory import memory_bytes
 from .draw import Svg, bars, stack, table
-from .engine import Choose, Computed, Engine, EngineConfig, Ready, next_stop
+from .engine import Engine
+from .request import Choose, Computed, EngineConfig, Ready, next_stop
 from .evidence import refuse_numbers
 from .launch import run_ranks
 from .laws import CapacityError, InputError

@@ -26,7 +26,8 @@ from functools import partial
 import numpy as np
 import torch
 
-from .engine import Computed, Engine, Ready, Request, next_stop
+from .engine import Engine
+from .request import Computed, Ready, Request, next_stop
 from .laws import CapacityError, InputError, OrderError
 from .sample import Sampling, logprobs_of, sample
 from .tiers import LoadFailed

@@ -11,8 +11,9 @@ import pytest
 import torch
 
 from cpkv import cli, demo, doctor, ladder
-from cpkv.cli import COMMANDS, columns, finite, main
+from cpkv.cli import COMMANDS, finite, main
 from cpkv.demo import FOLLOW_UP, find_model, shipped_text
+from cpkv.options import OPTIONS
 from cpkv.laws import CapacityError, ConservationError, RankDied, WaitTimeout
 
 COMMAND = [sys.executable, "-c", "import sys; from cpkv.cli import main; sys.exit(main())"]
@@ -120,7 +121,7 @@ def test_the_same_command_without_the_fault_would_run(call, no_work, capsys):
     assert code == 1 and "ranks were started" in err
 
 def test_options_that_come_later_say_so_when_given_their_own_default_too(call):
-    for o in cli.OPTIONS:
+    for o in OPTIONS:
         if o.later and isinstance(o.later, str):
             assert f"comes with {o.later}" in refused(call("demo", o.said, "1"))
 
@@ -210,7 +211,7 @@ def test_json_has_what_was_promised(call, threads, text, tmp_path):
     assert (code, err) == (0, "") and out.isascii()
     assert (doc["schema"], doc["command"], doc["ok"]) == (1, "demo", True)
     assert doc["version"] and doc["seconds"] > 0 and doc["leaked_pages"] == 0
-    assert set(doc["config"]) == {o.key for o in cli.OPTIONS if o.command == "demo"}
+    assert set(doc["config"]) == {o.key for o in OPTIONS if o.command == "demo"}
     assert doc["config"] | dict(file=0) == dict(
         file=0, cp=2, page_size=16, chunk=2048, format="fp8_packed", placement="compute_owner",
         seed=0, model=None, layers=4, device_tokens=320, host_bytes=doc["host_budget_bytes"][0],
@@ -235,9 +236,6 @@ def test_the_table_fits_a_terminal(call, threads, text):
     lines = out.splitlines()
     assert max(map(len, lines)) <= 80 and len({len(x) for x in lines[:3]}) == 1
     assert f"{100 + len(FOLLOW_UP)}" in lines[1] and "3 ranks" in out and "NO" not in out
-
-def test_columns_stand():
-    assert columns([("a", "bb"), (1234, "x")]) == "a      bb\n1,234   x"
 
 @pytest.mark.parametrize("role", ["_decode", "_oracle"])
 def test_a_result_that_differs_is_exit_1(call, threads, text, tmp_path, monkeypatch, role):

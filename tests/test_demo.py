@@ -13,7 +13,8 @@ from cpkv.demo import (FOLLOW_UP, PROCESS_BYTES, conversation_tokens, difference
                        name_roles, next_prompt, pools_bytes, prepare, read_text, role_of, run_demo,
                        shipped_text, wait_seconds)
 from cpkv.memory import memory_bytes
-from cpkv.engine import Engine, EngineConfig
+from cpkv.engine import Engine
+from cpkv.request import EngineConfig
 from cpkv.laws import CapacityError, ConfigError, ConservationError, CpkvError, InputError
 from cpkv.model import TINY, parse_config
 from cpkv.shared_kv import FullView
@@ -406,7 +407,7 @@ def test_two_processes_and_no_folder_left(monkeypatch, tmp_path):
     assert list(tmp_path.glob("cpkv-*")) == []
 
 def test_engine_defaults_are_those_of_the_command_line():
-    from cpkv.cli import OPTIONS
+    from cpkv.options import OPTIONS
     defaults = {o.key: o.default for o in OPTIONS if o.command == "demo"}
     for key in ("page_size", "chunk", "format"): assert getattr(EngineConfig(), key) == defaults[key]
     assert torch.get_num_threads() == 1

@@ -12,7 +12,8 @@ import cpkv.reader
 from cpkv.all_gather import ForwardPlan, owned_rows
 from cpkv.split import Extend, zigzag_of
 from cpkv.cli import main
-from cpkv.engine import Engine, EngineConfig, generate
+from cpkv.engine import Engine, generate
+from cpkv.request import EngineConfig
 from cpkv.handoff import send_plan
 from cpkv.laws import ConfigError
 from cpkv.launch import run_ranks

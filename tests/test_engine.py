@@ -4,11 +4,11 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings, strategies as st
 
 from cpkv.alloc import Holder
-from cpkv.engine import Engine, EngineConfig, Request, generate, next_stop
-from cpkv.laws import CapacityError, ConservationError, InputError, OrderError, ResidencyError
+from cpkv.engine import Engine, generate
+from cpkv.request import EngineConfig
+from cpkv.laws import CapacityError, InputError, OrderError, ResidencyError
 from cpkv.launch import run_ranks
 from cpkv.model import TINY, Model, parse_config, random_weights
 from cpkv.ops.table import REF
@@ -88,19 +88,6 @@ def test_a_batch_is_its_requests():
             assert all(torch.equal(a, b) for a, b in zip(logits, alone))
             assert torch.equal(rows, hidden) and leaked == 0
 
-@given(n=st.integers(1, 60), chunk=st.integers(1, 70), P=st.sampled_from([1, 4, 16]), start=st.integers(0, 59))
-@settings(max_examples=200)
-def test_chunks_end_on_pages_and_reach_the_end(n, chunk, P, start):
-    at, seen = min(start, n - 1), []
-    while at < n:
-        stop = next_stop(at, n, chunk, P)
-        assert at < stop <= min(n, at + chunk)
-        assert stop == n or stop % P == 0 or chunk < P
-        seen.append(stop)
-        at = stop
-    assert seen[-1] == n
-
-
 def abort_at(peers, steps):
     engine = engine_of(peers.world(), P=4, chunk=16, tokens=96)
     for n in range(steps):
@@ -156,10 +143,6 @@ def test_fault_in_a_forward_leaves_everything_in_place(monkeypatch):
     engine.abort(r)
     assert engine.leaked_pages() == 0
 
-def test_lengths_out_of_order_are_found():
-    r = Request(3, PROMPT, cached=8, computed=4)
-    with pytest.raises(ConservationError, match="out of order"): r.check()
-
 def test_a_lost_page_is_found():
     engine = engine_of(Solo())
     r = engine.begin(0, PROMPT)
@@ -167,13 +150,6 @@ def test_a_lost_page_is_found():
     r.pages = r.pages[1:]
     engine.abort(r)
     assert engine.leaked_pages() == 1
-
-@pytest.mark.parametrize("error,match,change", [
-    (InputError, "page_size", dict(page_size=0)), (InputError, "chunk", dict(chunk=0)),
-    (InputError, "reader", dict(reader="telepathy")), (InputError, "split", dict(split="thirds")),
-    (InputError, "format", dict(format="int3")), (InputError, "device_tokens", dict(device_tokens=-1))])
-def test_config_refuses(error, match, change):
-    with pytest.raises(error, match=match): EngineConfig(**change)
 
 @pytest.mark.parametrize("error,match,tokens", [(InputError, "empty", []), (InputError, "outside", [256]),
     (InputError, "outside", [-1]), (CapacityError, "longer", [1] * 257)])

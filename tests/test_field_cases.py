@@ -13,9 +13,11 @@ from hypothesis import strategies as st
 from cpkv.all_gather import ForwardPlan, owned_rows
 from cpkv.split import Extend, SPLITS, interleave_split, zigzag_of, zigzag_split
 from cpkv.alloc import Holder, PageAllocator, cyclic_classes
-from cpkv.cli import MOST, OPTIONS, make_parser, parse
+from cpkv.cli import make_parser, parse
+from cpkv.options import MOST, OPTIONS
 from cpkv.compute_owner import SPLITTERS
-from cpkv.engine import Computed, Engine, EngineConfig, generate, greedy
+from cpkv.engine import Engine, generate
+from cpkv.request import Computed, EngineConfig, greedy
 from cpkv.handoff import pack_pages, page_digests, place_pages, recv_pages, send_pages, send_plan
 from cpkv.laws import CapacityError, ConfigError, InputError, OrderError, PageIdError
 from cpkv.launch import run_ranks

@@ -8,7 +8,8 @@ import torch
 from cpkv.alloc import Holder, PageAllocator
 from cpkv.copies import Copies
 from cpkv.copy_thread import Hold
-from cpkv.engine import Engine, EngineConfig, decode, greedy
+from cpkv.engine import Engine, decode
+from cpkv.request import EngineConfig, greedy
 from cpkv.handoff import page_digests, pool_facts, recv_pages, send_pages, send_plan
 from cpkv.laws import CapacityError, ConfigError, OrderError, WaitTimeout
 from cpkv.launch import run_ranks

@@ -5,8 +5,9 @@ import re
 import knobs
 from floors import ROOT
 
-from cpkv import cli
-from cpkv.cli import COMMANDS, OPTIONS, knobs_table, make_parser, options_of
+from cpkv import options
+from cpkv.cli import COMMANDS, make_parser
+from cpkv.options import OPTIONS, knobs_table, options_of
 from cpkv.evidence import VARIABLES
 
 PAGE = (ROOT/knobs.PAGE).read_text(encoding="utf-8")
@@ -61,7 +62,7 @@ def test_the_library_reads_no_other_variable_by_name():
     assert read.findall("os.environ['A'] os.environ.get(\"B\") os.getenv('C')") == ["A", "B", "C"]
 
 def test_a_new_option_changes_the_page(monkeypatch):
-    more = cli.Option(command="demo", name="turbo", help="faster", unset="off")
-    monkeypatch.setattr(cli, "OPTIONS", (*OPTIONS, more))
+    more = options.Option(command="demo", name="turbo", help="faster", unset="off")
+    monkeypatch.setattr(options, "OPTIONS", (*OPTIONS, more))
     assert "`--turbo`" in knobs.page() and knobs.page() != PAGE and "turbo" in {
         a.dest for a in parsers()["demo"]._actions}

@@ -12,7 +12,8 @@ import torch
 
 from cpkv.compute_owner import PLACEMENTS, SPLITTERS
 from cpkv.demo import run_demo, shipped_text
-from cpkv.engine import Engine, EngineConfig, generate
+from cpkv.engine import Engine, generate
+from cpkv.request import EngineConfig
 from cpkv.laws import ConfigError
 from cpkv.launch import run_ranks
 from cpkv.model import TINY, Model, parse_config, random_weights

@@ -5,7 +5,8 @@ import numpy as np
 import pytest
 import torch
 
-from cpkv.engine import Engine, EngineConfig, Request, decode, generate, greedy
+from cpkv.engine import Engine, decode, generate
+from cpkv.request import EngineConfig, Request, greedy
 from cpkv.launch import run_ranks
 from cpkv.model import TINY, Model, parse_config, random_weights
 from cpkv.mtp import Draft, NoDraft

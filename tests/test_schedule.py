@@ -3,7 +3,8 @@ import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from cpkv.engine import Engine, EngineConfig
+from cpkv.engine import Engine
+from cpkv.request import EngineConfig
 from cpkv.laws import CapacityError, InputError, OrderError
 from cpkv.launch import run_ranks
 from cpkv.model import TINY, Model, parse_config, random_weights

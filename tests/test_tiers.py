@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from cpkv.copies import Copies
 from cpkv.copy_thread import Hold
-from cpkv.engine import Engine, EngineConfig, decode, greedy
+from cpkv.engine import Engine, decode
+from cpkv.request import EngineConfig, greedy
 from cpkv.laws import ConfigError, InputError, ResidencyError
 from cpkv.launch import run_ranks
 from cpkv.model import TINY, Model, parse_config, random_weights

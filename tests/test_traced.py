@@ -9,7 +9,8 @@ import torch
 import cpkv.reader
 from cpkv.cli import main
 from cpkv.demo import run_demo
-from cpkv.engine import Engine, EngineConfig, generate
+from cpkv.engine import Engine, generate
+from cpkv.request import EngineConfig
 from cpkv.evidence import STAGES, Marks
 from cpkv.inspect import inspect_trace
 from cpkv.laws import ConservationError, PageIdError, OrderError

@@ -1,4 +1,4 @@
-"""docs/knobs.md from the option and variable tables of `cpkv.cli`; `--check` only compares"""
+"""docs/knobs.md from the option and variable tables of the library; `--check` only compares"""
 import sys
 from pathlib import Path
 
@@ -7,7 +7,7 @@ sys.path.insert(0, str(ROOT))
 PAGE = "docs/knobs.md"
 HEAD = """# Options and variables
 
-<!-- made by tools/knobs.py from cpkv.cli: `make readme` writes it anew -->
+<!-- made by tools/knobs.py from cpkv.options: `make readme` writes it anew -->
 
 Everything that can be set, from the tables that the program itself parses. Nothing else exists.
 
@@ -15,13 +15,13 @@ Everything that can be set, from the tables that the program itself parses. Noth
 
 
 def page() -> str:
-    from cpkv.cli import knobs_table
+    from cpkv.options import knobs_table
     return HEAD + knobs_table().strip() + "\n"
 
 def main() -> None:
     path, text = ROOT/PAGE, page()
     if "--check" not in sys.argv: path.write_text(text, encoding="utf-8")
     elif not path.exists() or path.read_text(encoding="utf-8") != text:
-        sys.exit(f"{PAGE} is not what cpkv.cli says: run `make readme`")
+        sys.exit(f"{PAGE} is not what cpkv.options says: run `make readme`")
 
 if __name__ == "__main__": main()
