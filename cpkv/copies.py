@@ -221,9 +221,19 @@ class Copies:
     def close(self) -> None:
         "End both threads, after the operation at hand; claims of unpopped operations end"
         for op in (ops := [o for ops in self._ops.values() for o in ops]): op.is_aborted = True
+        for t in self._threads.values(): t.end()  # all of them, before the first is waited for
         for t in self._threads.values(): t.close(self.timeout)
+        for op in ops: self._await_bytes(op)
         for op in ops: self._end(op)
         self._ops = {kind: [] for kind in Kind}
+
+    def _await_bytes(self, op: Op) -> None:
+        "Until no byte of an operation moves; a stream may be behind its thread"
+        t, stop = self._threads[op.kind], time.monotonic() + self.timeout
+        while not t.mover.has_passed(op.end):
+            if time.monotonic() > stop: raise WaitTimeout("copies do not end", op_id=op.op_id,
+                                                          rank=self.host.rank, seconds=self.timeout)
+            time.sleep(t.mover.poll)
 
     def __enter__(self) -> "Copies": return self
     def __exit__(self, *_: object) -> None: self.close()

@@ -265,9 +265,13 @@ class CopyThread:
         while not self.mover.has_passed(op.end): time.sleep(self.mover.poll)
         op.digests = hash_pages(self.host.buffers, self.host.mine(op.host_pages))
 
-    def close(self, timeout: float) -> None:
-        "End after the operation at hand"
+    def end(self) -> None:
+        "Ask it to end after the operation at hand"
         self.tell(lambda: setattr(self, "is_closing", True))
+
+    def close(self, timeout: float) -> None:
+        "Wait until it has ended"
+        self.end()
         self.thread.join(timeout)
         if self.thread.is_alive(): raise WaitTimeout("a copy thread does not end",
                                                      thread=self.thread.name, seconds=timeout)

@@ -17,6 +17,7 @@ pool state could ever hold. It chooses tokens greedily unless told otherwise."""
 __all__ = ['Engine', 'decode', 'generate']
 
 # %% ../nbs/17_engine.ipynb #830d7a3f
+import hashlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
@@ -31,7 +32,7 @@ from .split import Extend, Split
 from .alloc import Holder, PageAllocator
 from .compute_owner import Chain, Dealt, check_choice, classes, split_batch
 from .evidence import buffer_facts, page_facts
-from .hicache import Answer
+from .hicache import Answer, Load
 from .laws import CapacityError, InputError, LawError, OrderError
 from .laws import ResidencyError
 from .layer_split import READERS
@@ -41,7 +42,7 @@ from .mtp import Draft, NoDraft
 from .nodes import NO_BASE, NO_OP
 from .output import gather_output, output_bytes
 from .pool import Pool, format_of
-from .radix import RadixTree
+from .radix import NO_MATCH, Match, RadixTree
 from .request import (NO_PAGES, Choose, Computed, EngineConfig, Ready, Request, greedy,
                           greedy_each, next_stop)
 from .scratch import Scratch
@@ -65,22 +66,26 @@ class Engine:
                          format=format_of(config.format), device=device,
                          holds=reader.holds(len(has_index), world.size, world.rank))
         self.alloc = PageAllocator(lay, local)
-        name = f"{config.namespace}|{config.format}|cp {shards}"
-        self.tree = RadixTree(config.page_size, namespace=name, pairs=self.draft.pairs)
-        self.tiers = self._make_tiers()
+        model_id = hashlib.sha256(repr((c, self.draft.has_index)).encode()).hexdigest()[:12]
+        name = f"{config.namespace}|{model_id}|{config.format}|cp {shards}"
+        self.tree = RadixTree(config.page_size, namespace=name, pairs=self.draft.pairs,
+                              policy=config.eviction)
+        grain = config.page_size if config.split == "page" else 1
         need = reader.scratch_bytes(self.pool, world.size, config.device_tokens, config.chunk,
-                                    config.max_batch)
+                                    config.max_batch, grain)
         self.scratch = Scratch(need, device)
         self.reader = reader(world, self.pool, model.ops, self.scratch, index_topk=c.index_topk,
                              v_dim=c.kv_lora_rank, scale=c.scale)
         self.predicted: Counter[int] = Counter()  # bytes that a rank receives, by layer
         self.trace = world.trace
         if self.trace.on: self._tell_pool()
+        self.tiers = self._make_tiers()  # last: what it begins must be closed
 
     def _make_tiers(self) -> DeviceOnly:
         c = self.config
         if not c.host_bytes: return DeviceOnly(self.tree, self.alloc)
-        host = HostConfig(host_bytes=c.host_bytes, policy=c.policy, after_hits=c.after_hits)
+        host = HostConfig(host_bytes=c.host_bytes, policy=c.policy, after_hits=c.after_hits,
+                          form=c.host_form)
         draft_layers = len(self.draft.has_index) - self.target_layers
         return DeviceAndHost(self.world, self.tree, self.alloc, self.pool, draft_layers, host)
 
@@ -104,24 +109,34 @@ class Engine:
         "Are there pages, free or cold, for all tokens that a request has now?"
         return self._arrange([(r, len(r.tokens))])[2]
 
-    def begin(self, request: int, tokens: np.ndarray) -> Request:
+    def begin(self, request: int, tokens: np.ndarray, priority: int = 0) -> Request:
         "Match and lease; at least one token is left to compute"
         tokens = np.asarray(tokens, np.int32)
         self.admit(request, tokens)
-        r = Request(request, tokens)
-        self.reuse(r)
+        r = Request(request, tokens, priority=priority)
+        while not self.reuse(r): self.tiers.finish()
         return r
 
-    def reuse(self, r: Request, limit: int | None = None) -> None:
-        "Start a request that has nothing from the longest known prefix, of at most `limit` tokens"
+    def reuse(self, r: Request,
+              limit: int | None = None,  # tokens at most
+    ) -> bool:  # False, and nothing has changed, if copies on their way bring it more, or room
+        "Start a request that has nothing from the longest known prefix"
         known = self.tree.reusable(r.tokens if limit is None else r.tokens[:limit + 1])
-        while True:
-            leased = r.leases.enter_context(self.tree.lease(self.tree.match(known)))
+        try:
+            leased = r.leases.enter_context(self.tree.lease(self.tree.match(known), is_use=False))
             load = self.tiers.load(leased, r.request, r.leases)
-            if load.answer not in (Answer.WAIT, Answer.NO_ROOM) or not self.tiers.is_moving: break
-            r.leases.close()  # copies on their way bring what it needs, or hold its room
-            self.tiers.finish()
-        r.base, r.pages = leased.base, np.concatenate([leased.pages, load.pages])
+        except BaseException:
+            r.leases.close()
+            raise
+        if load.answer in (Answer.WAIT, Answer.NO_ROOM) and self.tiers.is_moving:
+            r.leases.close()
+            return False
+        self._start(r, leased, load)
+        return True
+
+    def _start(self, r: Request, leased: Match, load: Load) -> None:
+        r.leased, r.base = leased, leased.base
+        r.pages = np.concatenate([leased.pages, load.pages])
         r.shared, r.loads = len(r.pages), () if load.op == NO_OP else (load.op,)
         r.cached = r.computed = len(r.pages) * self.config.page_size
         r.cached_host = len(load.pages) * self.config.page_size
@@ -174,6 +189,7 @@ class Engine:
 
     def _run(self, ready: Ready, captures: Sequence[bool], choose: Choose) -> list["Computed"]:
         batch = ready.batch
+        self._check_loads(batch)  # its pages may be somebody else's by now
         for r, _ in batch: self._check_resident(r)
         loads = tuple(sorted({op for r, _ in batch for op in r.loads}))
         with self.world.marks.range("plan"):
@@ -187,6 +203,7 @@ class Engine:
         self._check_loads(batch)
         out = self._forward(plan, choose, batch, loads)
         for r, stop in batch:
+            if r.computed == r.cached: self._count_use(r)
             r.computed, r.loads = stop, ()
             r.check()
             if self.trace.on: self.trace.event("commit", self.pool, request=r.request, tokens=stop,
@@ -195,12 +212,17 @@ class Engine:
 
     def _check_resident(self, r: Request) -> None:
         "Every page of a request is held by it, by the tree, or by a load that it joined"
-        if self.tiers.failed_ops.intersection(r.loads): return  # `_check_loads` says so
         holders = (Holder.TREE, Holder.REQUEST, *(Holder.TRANSFER,) * len(r.loads))
         gone = r.pages[~self.alloc.is_held(r.pages, holders)]
         if len(gone):
             raise ResidencyError("pages of a request are not resident", request=r.request,
                                  rank=self.world.rank, pages=gone[:8].tolist())
+
+    def _count_use(self, r: Request) -> None:
+        "Once a request, when it has read what it found; waiting for room is no use"
+        P = self.config.page_size
+        self.tree.use(r.leased, 0, r.shared)
+        self.tiers.count_hits((r.cached - r.cached_host) // P, r.cached_host // P)
 
     def _check_loads(self, batch: Sequence[tuple[Request, int]]) -> None:
         "No load that a request of the batch reads has failed; the same answer on all ranks"
@@ -301,7 +323,7 @@ class Engine:
             try: logits = self.step(r)
             except LoadFailed:
                 self.abort(r)
-                self.reuse(r)
+                while not self.reuse(r): self.tiers.finish()
                 continue
             seen(r)
             if logits is not None: return logits
@@ -313,31 +335,35 @@ class Engine:
         if r.computed // self.config.page_size <= r.shared: return
         key = self.tree.key(r.tokens[:r.computed])
         if key.num_pages <= r.shared: return
-        got = self.tree.insert(key, r.pages[:key.num_pages], r.base)
+        got = self.tree.insert(key, r.pages[:key.num_pages], r.base, priority=r.priority)
         if got.declined: return
         self.alloc.move(got.taken, Holder.REQUEST, Holder.TREE)
-        match = self.tree.match(key)
         before, r.leases = r.leases, ExitStack()
-        self.tiers.written(r.leases.enter_context(self.tree.lease(match)))
+        r.leased = r.leases.enter_context(self.tree.lease(self.tree.match(key), is_use=False))
         before.close()
         self.alloc.free(got.duplicates, Holder.REQUEST)
-        r.pages = np.concatenate([match.pages, r.pages[key.num_pages:]])
+        r.pages = np.concatenate([r.leased.pages, r.pages[key.num_pages:]])
+        self.tree.use(r.leased, r.shared, key.num_pages)
         r.shared = key.num_pages
         if self.trace.on: self.trace.event(
             "publish", self.pool, request=r.request, tokens=r.computed, base=int(r.base),
-            taken=len(got.taken), **page_facts(self.layout, match.pages))
+            taken=len(got.taken), **page_facts(self.layout, r.leased.pages))
+        self.tiers.written(r.leased)  # may be refused, when all above is done
 
     def finish(self, r: Request) -> None:
         "Publish, then free what the tree does not keep"
-        self.publish(r)
-        self.abort(r)
+        try:
+            self.publish(r)
+            self.tiers.written(r.leased)  # this use may be the one that makes a copy worth while
+        finally: self.abort(r)
 
     def abort(self, r: Request) -> None:
         "What is the request's own is free, its leases end; a second call changes nothing"
-        self.alloc.free(r.pages[r.shared:], Holder.REQUEST)
-        r.leases.close()
-        r.pages, r.shared, r.base, r.loads = NO_PAGES, 0, NO_BASE, ()
-        r.cached = r.cached_host = r.computed = 0
+        try: self.alloc.free(r.pages[r.shared:], Holder.REQUEST)
+        finally:
+            r.leases.close()
+            r.pages, r.shared, r.base, r.loads, r.leased = NO_PAGES, 0, NO_BASE, (), NO_MATCH
+            r.cached = r.cached_host = r.computed = 0
 
     def check(self) -> None:
         "Law 1: holders add up, in every tier"

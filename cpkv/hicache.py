@@ -177,8 +177,7 @@ class HiCache(Writes):
         try:
             load = self._answer(leased, rest, part, op)
             op = load.op
-            if op != NO_OP: self._joined[op][request] = len(leased.pages), len(load.pages)
-            elif load.answer is not Answer.WAIT: self.count_hits(len(leased.pages), 0)
+            if op != NO_OP: self._joined[op][request] = None
             yield load
         finally:
             self._joined.get(op, {}).pop(request, None)
@@ -246,7 +245,7 @@ class HiCache(Writes):
     def settle(self, agreed: Sequence[int]) -> Settled:
         "End what all ranks have; then begin what waited for it, and forget what cannot be read"
         settled = super().settle(agreed)
-        if settled.ended: self._write_later()
+        if self._later: self._write_later()
         if self._suspect: self._forget()
         return settled
 

@@ -26,7 +26,7 @@ from .all_gather import ForwardPlan
 from .split import token_cuts
 from .laws import ConfigError
 from .pool import Buffer, Pool
-from .reader import Arrive, Reader, VIEW, is_here, of_layer, widths
+from .reader import VIEW, Arrive, Reader, is_here, most_rows, of_layer, widths
 from .scratch import ALIGN
 from .shared_kv import READERS as BY_PAGE, FullView, FullViewSession
 from .ledger import broadcast_bytes
@@ -74,8 +74,9 @@ class LayerSplit(FullView):
         return LayerSplitSession(self, plan, stores, arrive)
 
     @staticmethod
-    def scratch_bytes(pool: Pool, ranks: int, tokens: int, chunk: int, requests: int = 1) -> int:
-        lay, rows = pool.layout, ranks * (-(-chunk // ranks) + 2 * requests)
+    def scratch_bytes(pool: Pool, ranks: int, tokens: int, chunk: int, requests: int = 1,
+                      grain: int = 1) -> int:
+        lay, rows = pool.layout, most_rows(ranks, chunk, requests, grain)
         pages = min(lay.num_pages(tokens) + requests, pool.local_pages)
         return sum(widths(pool, rows + pages * lay.page_size)) + 4 * ALIGN
 

@@ -65,7 +65,7 @@ class Node:
         self.node_id, self.parent, self.key = node_id, parent, key
         self.children: dict[bytes, Node] = {}  # by the bytes of their first page
         self.base = NO_BASE                    # class of page 0 of the whole chain
-        self.locks = self.hits = 0             # leases through here: now (operations too), and ever
+        self.locks = self.hits = 0             # leases now (operations too), and uses ever
         self.used = self.born = 0              # clock of the last use, and of the insert
         self.priority = 0                      # most that a request through here asked for
         self.residency = [_ABSENT] * len(Tier)
@@ -91,7 +91,7 @@ def lru(n: Node) -> tuple[int, ...]:
     return (n.used,)
 
 def lfu(n: Node) -> tuple[int, ...]:
-    "Least often leased goes first, the longest unused among equals"
+    "Least often used goes first, the longest unused among equals"
     return n.hits, n.used
 
 def fifo(n: Node) -> tuple[int, ...]:

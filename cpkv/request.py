@@ -24,10 +24,12 @@ import numpy as np
 import torch
 
 from .compute_owner import PLACEMENTS, SPLITTERS
+from .host_pool import FORMS
 from .laws import ConservationError, InputError
 from .layer_split import READERS
-from .nodes import NO_BASE
+from .nodes import NO_BASE, POLICIES
 from .pool import format_of
+from .radix import NO_MATCH, Match
 from .settle import WRITES
 from .split import Split
 
@@ -36,7 +38,7 @@ from .split import Split
 class EngineConfig:
     "Sizes and choices of an engine, equal on all ranks"
     page_size: int = 64            # tokens a page
-    chunk: int = 2048              # tokens of one request computed in a step
+    chunk: int = 2048              # tokens computed in a step, over all ranks
     format: str = "fp8_packed"     # bytes of a row
     device_tokens: int = 16384     # usable tokens of the whole pool
     max_tokens: int = 16384        # longest request
@@ -46,17 +48,19 @@ class EngineConfig:
     max_batch: int = 64            # requests of one step
     namespace: str = ""            # all else that changes bytes: model, weights, dtype
     host_bytes: int = 0            # host memory of a rank's cache; 0 is no host tier
+    eviction: str = "lru"          # which cold prefix goes first, in both tiers
     policy: str = "write_through"  # when the host tier is written
     after_hits: int = 1            # uses of a prefix before write-through copies it
+    host_form: str = "layer_first" # how host memory is laid out
 
     def __post_init__(self):
         for name in ("page_size", "chunk", "device_tokens", "max_tokens", "max_batch",
-                     "after_hits"):
-            value = getattr(self, name)
-            if value < 1: raise InputError(f"{name} must be at least 1", **{name: value})
-        if self.host_bytes < 0:
-            raise InputError("host_bytes must be at least 0", host_bytes=self.host_bytes)
-        choices = dict(reader=READERS, split=SPLITTERS, placement=PLACEMENTS, policy=WRITES)
+                     "after_hits", "host_bytes"):
+            value, least = getattr(self, name), int(name != "host_bytes")
+            if type(value) is not int: raise InputError(f"{name} is an integer", **{name: value})
+            if value < least: raise InputError(f"{name} must be at least {least}", **{name: value})
+        choices = dict(reader=READERS, split=SPLITTERS, placement=PLACEMENTS, policy=WRITES,
+                       eviction=POLICIES, host_form=FORMS)
         for name, known in choices.items():
             value = getattr(self, name)
             if value not in known:
@@ -77,6 +81,8 @@ class Request:
     cached_host: int = 0      # of those, found in the host tier alone
     loads: tuple[int, ...] = ()  # operations that bring them
     shared: int = 0           # leading pages that the tree holds
+    leased: Match = NO_MATCH  # what the tree keeps for it
+    priority: int = 0         # the higher, the longer its prefix stays, under that policy
     base: int = NO_BASE       # class of the chain's page 0, once it has one
     leases: ExitStack = field(default_factory=ExitStack)
 

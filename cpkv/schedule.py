@@ -40,6 +40,7 @@ class Want:
     sampling: Sampling = Sampling()    # how to choose them
     logprob_start: int | None = None   # log probabilities of the prompt's tokens from here on
     return_hidden: bool = False        # hidden rows of every position that is computed
+    priority: int = 0                  # of its prefix in the tree, where eviction looks at it
 
     def __post_init__(self):
         if self.max_new_tokens < 1:
@@ -64,6 +65,7 @@ class Running:
     cached: int = 0                                         # prompt tokens found at first
     cached_host: int = 0                                    # of those, in the host tier alone
     retracted: int = 0                                      # times that it gave way
+    restarted: int = 0                                      # times that a load of it failed
     error: CapacityError | None = None
 
     @property
@@ -90,7 +92,7 @@ class Scheduler:
         if (total := len(tokens) + want.max_new_tokens - 1) > self.engine.most_tokens:
             raise CapacityError("prompt and output are longer than the pool can ever hold",
                                 request=request, tokens=total, most=self.engine.most_tokens)
-        run = Running(Request(request, tokens), want, len(tokens))
+        run = Running(Request(request, tokens, priority=want.priority), want, len(tokens))
         self.known.add(request)
         self.waiting.append(run)
         return run
@@ -113,7 +115,7 @@ class Scheduler:
         for run in reversed([run for run in self.running if run.r.request in requests]):
             self.engine.abort(run.r)
             self.running.remove(run)
-            run.retracted += 1
+            run.restarted += 1
             self.waiting.appendleft(run)
 
     def run(self) -> dict[int, Running]:
@@ -139,7 +141,10 @@ class Scheduler:
         "Start waiting requests while their whole prompt has room"
         while self.waiting and len(self.running) < self.max_batch:
             run = self.waiting[0]
-            self.engine.reuse(run.r, limit=self._reusable(run))
+            if not self.engine.reuse(run.r, limit=self._reusable(run)):
+                if self.running: return  # the others go on, and copies end beside them
+                self.engine.tiers.finish()
+                continue
             if self.running and not self.engine.has_room(run.r):
                 self.engine.abort(run.r)
                 return
@@ -191,8 +196,9 @@ class Scheduler:
             if c.token is None: continue
             run.logprobs.append(float(logprobs_of(c.logits[None], torch.tensor([c.token]))[0]))
             run.output.append(c.token)
-            self.engine.publish(run.r)
             if not run.is_done: run.r.tokens = np.append(run.r.tokens, np.int32(c.token))
+        for (run, _), c in zip(batch, computed):  # a refusal here costs nobody a token
+            if c.token is not None: self.engine.publish(run.r)
 
     def _choose(self, batch: list[tuple[Running, int]], logits: list[torch.Tensor]) -> list[int]:
         "Sample for each request that reached its end, and agree"

@@ -83,7 +83,7 @@ class Books:
     "What both tiers hold, what is on its way between them, and who waits for it"
     def __init__(self, world: World, tree: RadixTree, alloc: PageAllocator, copies: Copies, *,
                  policy: str = "write_through",  # or write_back: a copy is made when room is needed
-                 after_hits: int = 1):           # leases of a node until write-through copies it
+                 after_hits: int = 1):           # uses of a node until write-through copies it
         host = copies.host
         if policy not in WRITES: raise InputError(f"no policy {policy!r}", known=list(WRITES))
         if after_hits < 1: raise InputError("a node has been used", after_hits=after_hits)
@@ -97,7 +97,7 @@ class Books:
         self.world, self.tree, self.alloc, self.copies, self.host = world, tree, alloc, copies, host
         self.policy, self.after_hits, self.ops = policy, after_hits, Operations(tree)
         self.counters = dict.fromkeys(COUNTERS, 0)
-        self._joined: dict[int, dict[int, tuple[int, int]]] = {}  # load, request: pages by tier
+        self._joined: dict[int, dict[int, None]] = {}  # load: requests that wait for it, in order
         self._broken: dict[int, Exception] = {}  # loads that a reader of this rank gave up
         self._later: dict[Node, None] = {}       # to be written when what is above has been
         self._suspect: set[int] = set()          # host pages that could not be read
@@ -215,7 +215,6 @@ class Endings(Books):
             self.host.drop(ended.back, Holder.TRANSFER)
             self.counters["written"] += len(ended.taken)
         else: self._end_load(ended, op)
-        for hits in joined.values() if is_whole else (): self.count_hits(*hits)
         return End(op, kind, is_whole, tuple(joined))
 
     def _end_load(self, ended: Ended, op: int) -> None:
@@ -228,7 +227,7 @@ class Endings(Books):
             **page_facts(self.host.layout, ended.taken))
 
     def count_hits(self, device: int, host: int) -> None:
-        "Pages that a request need not compute, by the tier that had them"
+        "A request has read so many pages instead of computing them, by the tier that had them"
         self.counters["hit_device"] += device
         self.counters["hit_host"] += host
 

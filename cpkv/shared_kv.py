@@ -88,11 +88,12 @@ class FullView(Reader):
         return FullViewSession(self, plan, stores, arrive)
 
     @staticmethod
-    def scratch_bytes(pool: Pool, ranks: int, tokens: int, chunk: int, requests: int = 1) -> int:
+    def scratch_bytes(pool: Pool, ranks: int, tokens: int, chunk: int, requests: int = 1,
+                      grain: int = 1) -> int:
         P = pool.layout.page_size
         even = -(-pool.layout.num_pages(tokens) // ranks) + requests  # one page more a chain
         pages = ranks * min(even, pool.local_pages)
-        return (Reader.scratch_bytes(pool, ranks, tokens, chunk, requests)
+        return (Reader.scratch_bytes(pool, ranks, tokens, chunk, requests, grain)
                 + sum(widths(pool, pages * P)) + 2 * ALIGN)
 
     def view_of(self, plan: ForwardPlan) -> ViewPages:
@@ -193,9 +194,10 @@ class ChunkReuse(FullView):
         return ChunkReuseSession(self, plan, stores, arrive)
 
     @staticmethod
-    def scratch_bytes(pool: Pool, ranks: int, tokens: int, chunk: int, requests: int = 1) -> int:
+    def scratch_bytes(pool: Pool, ranks: int, tokens: int, chunk: int, requests: int = 1,
+                      grain: int = 1) -> int:
         P, own = pool.layout.page_size, pool.layout.num_pages(chunk) + requests
-        return (FullView.scratch_bytes(pool, ranks, tokens, chunk, requests)
+        return (FullView.scratch_bytes(pool, ranks, tokens, chunk, requests, grain)
                 + sum(widths(pool, own * P)))
 
 class ChunkReuseSession(FullViewSession):

@@ -17,7 +17,8 @@ __all__ = ['RESERVE_BYTES', 'LoadFailed', 'DeviceOnly', 'ranks_on_host', 'HostCo
 
 # %% ../nbs/14z_tiers.ipynb #cb3768fc
 import zlib
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from platform import node as host_name
@@ -28,12 +29,11 @@ from .alloc import Holder, PageAllocator
 from .copies import Copies
 from .copy_thread import Kind
 from .hicache import Answer, HiCache, Load
-from .host_pool import HostPool, pinned_bytes
-from .memory import free_memory
-from .payload import agreed_pages, payload_of
-from .host_pool import plain_bytes
+from .host_pool import HostPool, pinned_bytes, plain_bytes
 from .laws import ConfigError, ConservationError, ResidencyError
+from .memory import free_memory
 from .nodes import NO_OP, NO_PAGES
+from .payload import agreed_pages, payload_of
 from .pool import Pool
 from .radix import Match, RadixTree
 from .settle import End
@@ -46,7 +46,8 @@ class LoadFailed(ResidencyError):
 class DeviceOnly:
     "A cache that lives on the device alone"
     def __init__(self, tree: RadixTree, alloc: PageAllocator):
-        self.tree, self.alloc, self.failed_ops = tree, alloc, set()
+        self.tree, self.alloc = tree, alloc
+        self.joined, self.failed_ops = Counter[int](), set[int]()  # requests of a load; failed
 
     def load(self, leased: Match, request: int, held: ExitStack) -> Load:
         "Pages behind a match that an operation brings; `held` ends with the request"
@@ -64,12 +65,15 @@ class DeviceOnly:
         "Are copies on their way?"
         return False
 
+    def count_hits(self, device: int, host: int) -> None: "So many pages were read, not computed"
     def written(self, leased: Match) -> None: "A path of complete pages was used"
     def wait_layer(self, ops: Sequence[int], layer: int) -> None: "Until a layer may be read"
     def verdict(self, ops: Sequence[int]) -> list[End]: return []
     def vector(self) -> list[int]: return []
     def settle(self, agreed: Sequence[int]) -> list[End]: return []
-    def finish(self) -> None: "End what is on its way"
+    def finish(self, kinds: Iterable[Kind] = Kind) -> None:
+        "Wait for every copy of some kinds, and end it on all ranks"
+
     def close(self) -> None: "Give back threads and memory"
 
     def check(self) -> None:
@@ -118,16 +122,32 @@ class DeviceAndHost(DeviceOnly):
         agreed_pages(world, payload, config.host_bytes, reserve_bytes=RESERVE_BYTES,
                      ranks_on_host=ranks_on_host(world), probe=probe)
         new_bytes = pinned_bytes if pool.buffers[0].pages.is_cuda else plain_bytes
-        self.host = HostPool(payload, world.rank % pool.layout.cp_size, config.host_bytes,
-                             form=config.form, new_bytes=new_bytes)
-        self.copies = Copies(pool, self.host, timeout=world.timeout, checksums=world.debug)
-        self.cache = HiCache(world, tree, alloc, self.copies, policy=config.policy,
-                             after_hits=config.after_hits)
+        with ExitStack() as undo:  # threads and memory, if what comes next is refused
+            self.host = HostPool(payload, world.rank % pool.layout.cp_size, config.host_bytes,
+                                 form=config.form, new_bytes=new_bytes)
+            undo.callback(self.host.close)
+            self.copies = Copies(pool, self.host, timeout=world.timeout, checksums=world.debug)
+            undo.callback(self.copies.close)
+            self.cache = HiCache(world, tree, alloc, self.copies, policy=config.policy,
+                                 after_hits=config.after_hits)
+            undo.pop_all()
 
     def load(self, leased: Match, request: int, held: ExitStack) -> Load:
-        return held.enter_context(self.cache.load(leased, request))
+        load = held.enter_context(self.cache.load(leased, request))
+        if load.op != NO_OP:
+            self.joined[load.op] += 1
+            held.callback(self._left, load.op)
+        return load
+
+    def _left(self, op: int) -> None:
+        "A request has ended; with the last one goes what was known of its load"
+        self.joined[op] -= 1
+        if self.joined[op]: return
+        del self.joined[op]
+        self.failed_ops.discard(op)
 
     def make_room(self, need: Sequence[int]) -> None: self.cache.make_room(need)
+    def count_hits(self, device: int, host: int) -> None: self.cache.count_hits(device, host)
     def written(self, leased: Match) -> None: self.cache.written(leased)
     def wait_layer(self, ops: Sequence[int], layer: int) -> None: self.cache.wait_layer(ops, layer)
     def verdict(self, ops: Sequence[int]) -> list[End]: return self._note(self.cache.verdict(ops))
@@ -137,15 +157,14 @@ class DeviceAndHost(DeviceOnly):
         return self._note(self.cache.settle(agreed).failed)
 
     def _note(self, failed: list[End]) -> list[End]:
-        self.failed_ops.update(e.op for e in failed)
+        self.failed_ops.update(e.op for e in failed if e.op in self.joined)
         return failed
 
     @property
     def is_moving(self) -> bool: return any(map(self.cache.live, Kind))
 
-    def finish(self) -> None:
-        "Wait for every copy, and end it on all ranks"
-        for kind in Kind:
+    def finish(self, kinds: Iterable[Kind] = Kind) -> None:
+        for kind in kinds:
             if live := self.cache.live(kind):
                 self._note([e for e in self.cache.await_all(kind, live[-1]) if not e.is_whole])
 

@@ -146,6 +146,7 @@ class Bed:
             if not good: break
         failed = self.h.verdict([load.op])
         assert good or failed
+        if not failed: self.h.count_hits(len(m.pages), len(load.pages))
         return not failed
 
     def check(self, texts=()):
@@ -269,6 +270,7 @@ def test_a_second_request_joins_and_neither_sees_the_page_before_the_layer():   
             gate.open()
             assert b.read("abcd", m1, one) and b.same("ab", two.pages)
             assert b.h.verdict([two.op]) == [] and b.evict() == 0
+            b.h.count_hits(len(m2.pages), len(two.pages))
         assert [b.h.counters[k] for k in ("hit_host", "loaded")] == [6, 4]
         b.check(["abcd"])
         assert b.evict() == 4

@@ -2,16 +2,19 @@
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from cpkv.all_gather import ForwardPlan
-from cpkv.split import Extend, zigzag_split
+from cpkv.compute_owner import split_batch
 from cpkv.laws import CapacityError, ConfigError, LeaseError, OrderError, PageIdError
 from cpkv.launch import run_ranks
 from cpkv.layout import PageLayout
 from cpkv.ops.table import REF
 from cpkv.pool import FORMATS, POISON, PayloadDims, Pool
-from cpkv.reader import Reader, drive, run_to_end
+from cpkv.reader import Reader, drive, most_rows, run_to_end
 from cpkv.scratch import Scratch
+from cpkv.split import Extend, zigzag_split
 from cpkv.shared_kv import FullView
 from cpkv.world import Handle, Solo
 
@@ -47,6 +50,17 @@ def whole(s):
 
 
 NONE = torch.full((32, K), -1, dtype=torch.int32)  # a selection of nothing
+
+@given(st.integers(1, 8), st.sampled_from([1, 4, 16]), st.lists(st.tuples(st.integers(0, 40), st.integers(1, 90)),
+                                                              min_size=1, max_size=6), st.integers(0, 3))
+def test_no_batch_has_more_rows_than_its_scratch_was_made_for(R, P, pairs, seed):
+    ext = [Extend(request=i, start=h, stop=h + n) for i, (h, n) in enumerate(pairs)]
+    chunk, free = sum(n for _, n in pairs), np.random.default_rng(seed).integers(0, 9, R).tolist()
+    for name, grain in (("zigzag", 1), ("interleave", 1), ("page", P)):
+        split = split_batch(name, ext, R, P, free)
+        assert R * split.max_rows <= most_rows(R, chunk, len(pairs), grain) <= R * chunk
+        if name == "page" and not split.aligned:      # then cut by tokens, and that is covered too
+            assert R * split.max_rows <= most_rows(R, chunk, len(pairs), 1)
 
 def begin(s): next(s.put(0, latent=rows(), index=rows(8)))
 

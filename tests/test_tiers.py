@@ -8,11 +8,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from cpkv.alloc import Holder
 from cpkv.copies import Copies
 from cpkv.copy_thread import Hold
 from cpkv.engine import Engine, decode
 from cpkv.request import EngineConfig, greedy
-from cpkv.laws import ConfigError, InputError, ResidencyError
+from cpkv.laws import ConfigError, InputError, ResidencyError, WaitTimeout
 from cpkv.launch import run_ranks
 from cpkv.model import TINY, Model, parse_config, random_weights
 from cpkv.mtp import Draft
@@ -32,9 +33,9 @@ def models():
     model = Model(config, random_weights(config, 1), REF)
     return model, Draft(NextN(model, random_nextn(config, 1)))
 
-def engine_of(world, tokens=96, host=1 << 22, drafting=True, **more) -> Engine:
+def engine_of(world, tokens=96, host=1 << 22, drafting=True, chunk=40, **more) -> Engine:
     model, draft = models()
-    sizes = EngineConfig(page_size=P, chunk=40, device_tokens=tokens, max_tokens=tokens, host_bytes=host, **more)
+    sizes = EngineConfig(page_size=P, chunk=chunk, device_tokens=tokens, max_tokens=tokens, host_bytes=host, **more)
     engine = Engine(world, model, sizes, draft=draft if drafting else None)
     engine.pool.poison(range(engine.pool.local_pages))
     real = engine.run
@@ -266,3 +267,204 @@ def test_under_debug_a_byte_that_changed_on_the_host_is_not_loaded(R):
     got = run_ranks(rank, R, backend="local", debug=True)
     assert all(n["failed_loads"] == 1 and had > 0 and leaked == 0 for _, n, had, leaked in got)
     for i, prompt in enumerate((A, B, LATER)): assert same(prompt, [said[i] for said, *_ in got])
+
+
+# -- uses: what counts, and when
+
+@pytest.fixture
+def gates(monkeypatch):
+    "A gate for each rank's copies, by rank"
+    made = {}
+    def copies(pool, host, **kw):
+        made[host.rank] = Hold(by_page=False)
+        return Copies(pool, host, gate=made[host.rank], **kw)
+    monkeypatch.setattr("cpkv.tiers.Copies", copies)
+    return made
+
+def one(n=1, **more): return Want(max_new_tokens=n, **more)
+
+def alone(engine, prompts, n=1):
+    "One after the other through a scheduler; their runs"
+    s, out = Scheduler(engine), []
+    for i, prompt in enumerate(prompts):
+        out.append(s.submit(i, prompt, one(n)))
+        s.run()
+        engine.tiers.finish()
+    return out
+
+def test_a_request_that_waits_for_room_has_used_nothing_yet():
+    engine = engine_of(Solo())
+    alone(engine, [TEXT[:25]])
+    s, counters = Scheduler(engine), engine.tiers.cache.counters
+    s.submit(1, TEXT[200:240], one(30))             # decodes for thirty steps, and holds the room
+    s.step()
+    s.submit(2, np.append(TEXT[:25], TEXT[300:350]), one())
+    steps = 0
+    while s.waiting:
+        s.step()
+        steps += 1
+    s.run()
+    first = engine.tree.match(engine.tree.key(TEXT[:25])).path[0]
+    assert steps > 5 and first.hits == 2 and counters["hit_device"] == 3
+    assert close(engine) == 0
+
+def test_a_prompt_is_one_use_of_its_prefix_however_long_it_decodes():
+    engine = engine_of(Solo(), tokens=256, after_hits=2)
+    alone(engine, [TEXT[:17]], n=40)
+    assert {n.hits for n in engine.tree.nodes()} == {1}
+    assert engine.tiers.numbers()["host_written_pages"] == 0 and close(engine) == 0
+
+@pytest.mark.parametrize("after", [1, 2, 3, 5])
+def test_a_prefix_is_written_at_its_nth_use_also_if_nothing_new_is_published(after):
+    engine, written = engine_of(Solo(), tokens=256, after_hits=after), []
+    for i in range(6):
+        serve(engine, i, TEXT[:20], num=1)
+        engine.tiers.finish()
+        written.append(engine.tiers.numbers()["host_written_pages"])
+    assert written == [2 * (i + 1 >= after) for i in range(6)] and close(engine) == 0
+
+@pytest.mark.parametrize("why", ["no room", "broken", "evicted"])
+def test_what_was_not_written_is_tried_again_at_the_next_use(why, gates, monkeypatch):
+    engine = engine_of(Solo(), tokens=256)
+    cache = engine.tiers.cache
+    if why == "no room":
+        with monkeypatch.context() as m:
+            m.setattr(cache, "_host_room", lambda *args: False)
+            serve(engine, 0, TEXT[:20], num=1)
+    else:
+        if why == "broken": gates[0].fail(OSError("broken"), 0)
+        serve(engine, 0, TEXT[:20], num=1)
+        engine.tiers.finish()
+        if why == "evicted": engine.tiers.host.drop(engine.tree.evict(99, Tier.HOST))
+    assert engine.tree.num_ready == [2, 0]
+    serve(engine, 1, TEXT[:20], num=1)
+    engine.tiers.finish()
+    assert engine.tree.num_ready == [2, 2] and close(engine) == 0
+
+def test_a_deferred_write_begins_however_the_one_before_it_ended(gates):
+    engine = engine_of(Solo(), tokens=256)
+    gates[0].hold(0)
+    serve(engine, 0, TEXT[:33], num=1)
+    serve(engine, 1, TEXT[:65], num=1)              # hangs under the first
+    assert len(engine.tiers.cache._later) == 1
+    gates[0].open(0)
+    engine.tiers.finish()                           # no step of anybody ended it
+    engine.tick()
+    engine.tiers.finish()
+    assert engine.tree.num_ready == [8, 8] and close(engine) == 0
+
+
+# -- what failed leaves nothing, and says no more than the truth
+
+def evicted(engine, prompt):
+    "A prompt that the host alone has; the operation that will load it"
+    alone(engine, [prompt])
+    engine.alloc.free(engine.tree.evict(99), Holder.TREE)
+    return engine.tiers.cache.ops.next_op
+
+@pytest.mark.parametrize("R", [1, 2])
+def test_a_load_that_failed_before_its_requests_run_sends_them_back(R, gates):
+    "Its pages are somebody else's by then, and no plan may be made of them"
+    def rank(peers):
+        engine = engine_of(peers.world(), tokens=256, chunk=8)
+        op = evicted(engine, TEXT[:65])
+        if peers.rank == 0: gates[0].fail(OSError("broken"), op)
+        s = Scheduler(engine)
+        s.submit(1, TEXT[300:332], one())           # takes all of each step
+        late = s.submit(2, TEXT[:70], one())        # joins the load, and is not computed yet
+        s.step()
+        engine.tiers.finish()
+        done = s.run()
+        assert not engine.tiers.failed_ops and not engine.tiers.joined
+        return late.restarted, late.retracted, late.cached, late.cached_host, done[2].output, close(engine)
+    for restarted, retracted, cached, cached_host, output, leaked in run_ranks(rank, R, backend="local"):
+        assert (restarted, retracted, cached, cached_host, leaked) == (1, 0, 0, 0, 0)
+        assert output == cold(np.ascontiguousarray(TEXT[:70], np.int64).tobytes())[0][:1]
+
+def test_a_prefill_starts_again_if_its_load_had_failed_before(gates):
+    engine = engine_of(Solo(), tokens=256)
+    gates[0].fail(OSError("broken"), evicted(engine, TEXT[:65]))
+    r = engine.begin(1, TEXT[:70])
+    engine.tiers.finish()
+    other = engine.begin(2, TEXT[100:164])          # gets the pages
+    engine.prefill(other)
+    assert greedy(engine.prefill(r)) == cold(np.ascontiguousarray(TEXT[:70], np.int64).tobytes())[0][0]
+    assert (r.cached, engine.tiers.cache.counters["hit_host"]) == (0, 0)
+    for x in (r, other): engine.finish(x)
+    assert close(engine) == 0
+
+def malformed(engine, prompt):
+    "The last host page of a prompt loses the stamp of its payload"
+    alone(engine, [prompt])
+    host = engine.tiers.host
+    host._written[host.mine(engine.tree.pages(Tier.HOST))[-1]] = 5
+
+def test_a_refused_write_costs_nobody_a_page_a_lease_or_a_token():
+    page = engine_of(Solo(), host=0).pool.page_bytes()
+    engine = engine_of(Solo(), tokens=256, host=9 * page, chunk=200)
+    malformed(engine, TEXT[:65])                    # eight pages: the host is full
+    s = Scheduler(engine)
+    runs = [s.submit(i, TEXT[100 * i:100 * i + 65], one(2)) for i in (1, 2)]
+    with pytest.raises(ResidencyError, match="another payload"):
+        while True: s.step()
+    assert [len(run.output) for run in runs] == [1, 1]
+    engine.check()
+    for i in (1, 2): s.abort(i)
+    assert not s.running and engine.tree.num_locked == 0 and not sum(engine.alloc.count(Holder.REQUEST))
+    engine.close()
+
+def test_a_refused_begin_leaves_no_lease():
+    engine = engine_of(Solo(), tokens=256)
+    malformed(engine, TEXT[:65])
+    engine.alloc.free(engine.tree.evict(4), Holder.TREE)
+    with pytest.raises(ResidencyError) as e: engine.begin(1, TEXT[:65])
+    assert engine.tree.num_locked == 0 and e.value.facts["rank"] == 0   # now, and not when the error goes
+    engine.close()
+
+@pytest.fixture
+def threads():
+    "Names of copy threads that began since"
+    before = threading.enumerate()
+    return lambda: [t.name for t in threading.enumerate() if t.name.startswith("cpkv-") and t not in before]
+
+def test_an_engine_that_is_refused_leaves_no_thread(monkeypatch, threads):
+    def unlike(peers): engine_of(peers.world(), after_hits=1 + peers.rank)
+    with pytest.raises(ConfigError, match="after_hits is 1 on rank 0, 2 on rank 1"):
+        run_ranks(unlike, 2, backend="local")
+    def full(*args): raise MemoryError
+    monkeypatch.setattr("cpkv.engine.Scratch", full)
+    with pytest.raises(MemoryError): engine_of(Solo())
+    assert threads() == []
+
+def test_a_thread_that_does_not_end_keeps_no_other_alive(gates, threads):
+    engine = engine_of(Solo())
+    gates[0].hold(0)
+    serve(engine, 0, TEXT[:65], num=1)
+    engine.tiers.copies.timeout = 0.1
+    with pytest.raises(WaitTimeout, match="cpkv-write-rank0"): engine.close()
+    assert [name for name in threads() if "load" in name] == []
+    gates[0].open(0)
+    engine.close()
+    assert threads() == []
+
+
+# -- choices reach the cache
+
+def test_the_engine_s_choices_reach_tree_and_host():
+    engine = engine_of(Solo(), eviction="priority", host_form="page_first")
+    assert engine.tiers.host.form == "page_first"
+    s = Scheduler(engine)
+    for i, (at, priority) in enumerate(((0, 5), (100, 0))):
+        s.submit(i, TEXT[at:at + 33], one(priority=priority))
+        s.run()
+    engine.tiers.finish()
+    engine.alloc.free(engine.tree.evict(4), Holder.TREE)    # the older one is worth more
+    assert [len(engine.tree.match(engine.tree.key(TEXT[at:at + 33])).pages) for at in (0, 100)] == [4, 0]
+    assert close(engine) == 0
+
+def test_other_models_and_formats_have_other_names_for_the_same_tokens():
+    def name(**more):
+        engine = engine_of(Solo(), host=0, **more)
+        return engine.tree.key(TEXT[:9]).root
+    names = [name(), name(drafting=False), name(format="fp32"), name(namespace="b")]
+    assert len(set(names)) == 4 and name() == names[0]
