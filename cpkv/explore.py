@@ -293,5 +293,6 @@ LARGE = (Bounds(prompts=("a",), requests=2, faults=("copy",)),
          Bounds(prompts=("a", "ab", "ac")),
          Bounds(prompts=("ab",), faults=("copy", "unreadable", "issue", "thread")),
          Bounds(prompts=("ab",), requests=2),
+         Bounds(prompts=("a", "b"), requests=2),
          Bounds(prompts=("a", "abc"), device_pages=2),
          Bounds(prompts=("a", "ab"), requests=2, policy="write_back"))

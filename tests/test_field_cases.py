@@ -105,22 +105,22 @@ def test_plans_of_boundary_lengths(rule, R):
         covers(split, R, P, [(P * (i % 2), P * (i % 2) + n) for i, n in enumerate(boundary(P, R, chunk)) if n])
 
 def lengths(peers, reader, split, P, chunk):
-    engine, R = engine_of(peers.world(), P, chunk, tokens=512, reader=reader, split=split), peers.size
-    sizes, out = boundary(P, 3, chunk), []
+    world, R, sizes, out = peers.world(), peers.size, boundary(P, 3, chunk), []
+    engine, wide = (engine_of(world, P, c, tokens=512, reader=reader, split=split) for c in (chunk, sum(sizes)))
     def ask(n, tokens):
         r = engine.begin(n, tokens)
         out.append((tokens, r.cached, engine.prefill(r)))
         engine.abort(r)
     for n in sizes[1:]: ask(n, TEXT[:n])
-    rs = [engine.begin(n, TEXT[n:2 * n]) for n in sizes[1:]]
-    got = engine.compute([(r, len(r.tokens)) for r in rs])
+    rs = [wide.begin(n, TEXT[n:2 * n]) for n in sizes[1:]]
+    got = wide.compute([(r, len(r.tokens)) for r in rs])
     out += [(r.tokens, 0, c.logits) for r, c in zip(rs, got)]
-    for r in rs: engine.abort(r)
+    for r in rs: wide.abort(r)
     seed = engine.begin(999, TEXT[:P + 1])
     engine.prefill(seed), engine.finish(seed)
     for n in sizes: ask(n, TEXT[:P + n])
-    assert R == 1 or engine.world.ledger.entries
-    return out, engine.leaked_pages()
+    assert R == 1 or world.ledger.entries
+    return out, engine.leaked_pages() + wide.leaked_pages()
 
 @pytest.mark.parametrize("reader,split", SOME, ids=map("-".join, SOME))
 def test_boundary_lengths_cold_after_a_page_and_in_one_batch(reader, split):
