@@ -32,11 +32,11 @@ from . import __version__
 from .bench import run_bench
 from .demo import TALKS, read_text, run_demo
 from .doctor import run_doctor
-from .evidence import check_gates
+from .evidence import check_gates, gates_of, trace_file
 from .inspect import inspect_text, inspect_trace
 from .ladder import run_ladder
 from .laws import CpkvError, InputError
-from .options import check_json_path, check_together, check_value, options_of
+from .options import MOST, check_json_path, check_together, check_value, options_of
 from .report import (show_bench, show_demo, show_doctor, show_ladder, wrong_demo,
                          wrong_doctor, wrong_inspect, wrong_ladder)
 
@@ -45,7 +45,7 @@ def _run_demo(c: dict[str, Any]) -> dict[str, Any]:
     sizes = {k: c[k] for k in ("page_size", "chunk", "format", "placement")}
     same = {k: c[k] for k in ("cp", "model", "seed", "layers", "device_tokens", "host_bytes")}
     return run_demo(text=read_text(c["file"]), engine=sizes, progress=sys.stderr.isatty(),
-                    turns=len(TALKS), **same)
+                    turns=len(TALKS), started=c.update, **same)
 
 def _run_doctor(c: dict[str, Any]) -> dict[str, Any]:
     checks = run_doctor()
@@ -117,8 +117,9 @@ def _add_options(p: argparse.ArgumentParser, command: str) -> None:
     if later: groups.append((p.add_argument_group("not there yet, refused"), later))
     for group, options in groups:
         for o in options:
-            now = f"; {', '.join(o.choices)}" if o.choices else ""
-            text = f"{o.help}{now} (default: {o.unset if o.default is None else o.default})"
+            own = o.span if o.kind is int and o.most != MOST else ", ".join(o.choices)
+            default = o.unset if o.default is None else o.default
+            text = f"{o.help}{own and f'; {own}'} (default: {default})"
             how = dict(metavar=o.value, type=o.kind, action=_Once)
             if o.is_positional: how["nargs"], how["action"] = "?", "store"
             if o.kind is bool: how = dict(nargs=0, action=_Flag)
@@ -129,20 +130,28 @@ def _add_options(p: argparse.ArgumentParser, command: str) -> None:
 def parse(argv: Sequence[str] | None) -> tuple[str, str | None, dict[str, Any]]:
     "Command, path of the JSON, and effective options; all checks that need no work are made"
     argv = sys.argv[1:] if argv is None else argv
-    words = [word for word in argv if not word.startswith("-")]
-    if words and words[0] not in COMMANDS: raise InputError(_unknown(None, words[0]))
+    if sys.stdout is None: raise InputError("stdout is closed")
+    _check_first(argv)
     args, extra = make_parser().parse_known_args(argv)
     config = vars(args)
     command = config.pop("command")
     if extra: raise InputError(_unknown(command, extra[0]))
-    if command is None:
-        raise InputError(f"give a command: {', '.join(COMMANDS)}; see cpkv --help")
     path, given = config.pop("json"), config.pop("given")
     for o in options_of(command): check_value(o, config[o.key])
-    check_together(given, config, path)
+    events = trace_file(gates_of(os.environ)) if command == "demo" else None
+    check_together(given, config, path, events)
     check_json_path(path)
     if command != "doctor": check_gates(os.environ)
     return command, path, config
+
+def _check_first(argv: Sequence[str]) -> None:
+    "The first word is a command, or asks for help"
+    if not argv: raise InputError(f"give a command: {', '.join(COMMANDS)}; see cpkv --help")
+    if argv[0] in (*COMMANDS, "-h", "--help", "--version"): return
+    if not argv[0].startswith("-"): raise InputError(_unknown(None, argv[0]))
+    command = next((word for word in argv if word in COMMANDS), "COMMAND")
+    raise InputError(f"an option stands after its command: cpkv {command} {argv[0]}; "
+                     "see cpkv --help")
 
 def _unknown(command: str | None, word: str) -> str:
     "What cannot be parsed, and what it may have meant"
@@ -170,7 +179,10 @@ def write_json(path: str | None, doc: dict[str, Any]) -> None:
 def tell(text: str) -> None:
     "Print, also to a reader that has gone"
     try: print(text, flush=True)
-    except BrokenPipeError: os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except OSError as e:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is left in its buffer
+        if isinstance(e, BrokenPipeError): return
+        raise InputError("cannot write to stdout", reason=e.strerror) from e
 
 def complain(text: str) -> None:
     "One line on stderr, over a bar that may stand there"
@@ -197,8 +209,9 @@ def run(doc: dict[str, Any], command: str, path: str | None, config: dict[str, A
     doc |= result
     doc["config"] = {k: result.get(k) if v is None else v for k, v in config.items()}
     code = 0 if result["ok"] else c.failed
-    if path != "-": tell(c.show(result))
-    write()
+    try:
+        if path != "-": tell(c.show(result))
+    finally: write()
     if code: complain(c.wrong(result))
     return code
 

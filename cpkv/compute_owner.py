@@ -7,7 +7,8 @@ whether the batch is written directly. Also the table of splits by name, and the
 Invariants: under `compute_owner` a new page of an aligned batch belongs to the rank that computes
 it, and any other new page to whoever has most free; under `cyclic` pages are dealt round the
 owners from the chain's base. A batch is direct as a whole or not at all, and the plan proves it
-page by page. A chain keeps its base, and it has one under either placement. The result depends on arguments alone, and they are the same on all ranks.
+page by page. A chain keeps its base, and it has one under either placement. The result depends on
+arguments alone, and they are the same on all ranks.
 
 Refuses: choices that can never be true; a chain that lacks pages of its history or its base. It
 takes no page: the allocator does, for the whole batch or not at all."""

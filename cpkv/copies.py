@@ -312,7 +312,7 @@ def bench_copies(
     layers: int = 61,  # each with an indexer; rows of 656 and 132 bytes, pages of 64
     *, device: str = "cpu", form: str = "layer_first", repeats: int = 20,
 ) -> dict[str, float]:
-    "GB/s of nodes to the host and back, beside a plain copy of as many bytes a node"
+    "GB/s of nodes to the host and back and of plain copies of as many bytes, and the shares"
     pool = Pool(PageLayout(cp_size=1, page_size=64), has_index=(True,) * layers,
                 dims=PayloadDims(latent=512, rope=64, index=128), format=FORMATS["fp8_packed"],
                 local_pages=pages * nodes + 1, device=device)
@@ -325,15 +325,19 @@ def bench_copies(
     there = there.view(flat.shape)
     with Copies(pool, host) as copies:
         trip = RoundTrip(copies, np.split(np.arange(1, pages * nodes + 1), nodes))
-        runs = {"backup": trip.backup, "load_back": trip.load_back,
-                "there": lambda: _copy_now(there, flat), "back": lambda: _copy_now(flat, there)}
-        best = dict.fromkeys(runs, float("inf"))
-        for _ in range(repeats):  # in turn, so that a busy moment meets them all
+        runs = {"backup": trip.backup, "there": lambda: _copy_now(there, flat),
+                "load_back": trip.load_back, "back": lambda: _copy_now(flat, there)}
+        spans: dict[str, list[float]] = {name: [] for name in runs}
+        for _ in range(repeats):  # in turn, so that a busy moment meets both sides of a share
             trip.forget()
             for name, run in runs.items():
-                best[name] = min(best[name], timed(run, repeats=1, warmup=0).best)
+                spans[name].append(timed(run, repeats=1, warmup=0).best)
     host.close()
     give_back()
-    rate = {name: num / seconds / 1e9 for name, seconds in best.items()}
+    rate = {name: num / min(seconds) / 1e9 for name, seconds in spans.items()}
+    def share(ours: str, plain: str) -> float:
+        return float(np.median(np.divide(spans[plain], spans[ours])))
     return {"backup_gb_s": rate["backup"], "loadback_gb_s": rate["load_back"],
-            "copy_gb_s": 2 / (1 / rate["there"] + 1 / rate["back"])}
+            "copy_gb_s": 2 / (1 / rate["there"] + 1 / rate["back"]),
+            "copy_to_host_gb_s": rate["there"], "copy_to_device_gb_s": rate["back"],
+            "backup_share": share("backup", "there"), "loadback_share": share("load_back", "back")}

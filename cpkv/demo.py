@@ -19,8 +19,8 @@ a vocabulary without bytes. It measures no time."""
 __all__ = ['TEXT_SHA256', 'FOLLOW_UP', 'NUM_OUTPUT', 'TALKS', 'PROCESS_BYTES', 'shipped_text', 'read_text', 'rest_bytes', 'Job',
            'as_tokens', 'texts_of', 'first_prompts', 'next_prompt', 'conversation_tokens', 'run_role', 'decode_layout',
            'first_difference', 'logit_difference', 'compare_turn', 'differences', 'pools_bytes', 'host_budget',
-           'check_memory', 'find_model', 'prepare', 'wait_seconds', 'role_of', 'name_roles', 'run_demo', 'host_report',
-           'report']
+           'check_memory', 'find_model', 'prepare', 'wait_seconds', 'role_of', 'name_roles', 'run_demo', 'sizes_of',
+           'host_report', 'report']
 
 # %% ../nbs/17b_demo.ipynb #7a805a4e
 import hashlib
@@ -40,7 +40,7 @@ import torch
 from .compute_owner import check_choice
 from .engine import Engine, decode
 from .request import EngineConfig, Request, greedy
-from .evidence import check_gates
+from .evidence import check_gates, end_run
 from .handoff import (page_digests, pool_facts, recv_pages, send_pages, send_plan,
                           tell_register)
 from .laws import CapacityError, ConfigError, CpkvError, InputError
@@ -403,6 +403,7 @@ def run_demo(
     backend: str = "gloo",             # "local" for threads
     timeout: float | None = None,      # seconds that any wait may take
     env: Sequence[Mapping[str, str]] | None = None,  # more variables of each process
+    started: Callable[[dict[str, int]], object] = bool,  # hears the sizes, before a rank starts
     **more: Any,                       # fields of `Job`
 ) -> dict[str, Any]:                   # what `cpkv demo --json` writes
     "The main job: prefill together, hand off, decode, compare"
@@ -410,10 +411,17 @@ def run_demo(
     with tempfile.TemporaryDirectory(prefix="cpkv-") as folder:
         job = prepare(folder, text=text, cp=cp, model=model, seed=seed, layers=layers,
                       engine=engine or {}, device_tokens=device_tokens, **more)
+        started(sizes_of(job))
         wait = wait_seconds(job.engine.max_tokens) if timeout is None else timeout
         try: answers = run_ranks(run_role, cp + 2, job, backend=backend, timeout=wait, env=env)
         except CpkvError as e: raise type(e)(name_roles(e.message, cp), **e.facts) from e
+    end_run(os.environ)
     return report(job, answers)
+
+def sizes_of(job: Job) -> dict[str, int]:
+    "What was chosen where nothing was given"
+    return dict(device_tokens=job.engine.device_tokens, host_bytes=job.engine.host_bytes,
+                layers=job.layers)
 
 def host_report(host: Sequence[dict[str, int]]) -> dict[str, Any]:
     "The host tier of all ranks; a page's bytes are counted where they were moved"
@@ -437,6 +445,5 @@ def report(job: Job, answers: Sequence[list[dict[str, Any]]]) -> dict[str, Any]:
         **(host_report(host) if job.engine.host_bytes else {}),
         handoff_pages=sum(t["handoff_pages"] for t in turns),
         handoff_bytes=sum(t["handoff_bytes"] for t in turns),
-        device_tokens=job.engine.device_tokens, host_bytes=job.engine.host_bytes,
-        layers=job.layers, draft_layers=job.draft_layers,
+        **sizes_of(job), draft_layers=job.draft_layers,
         text_sha256=hashlib.sha256(job.text).hexdigest())

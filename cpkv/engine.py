@@ -232,6 +232,10 @@ class Engine:
 
     def take_pages(self, batch: Sequence[tuple[Request, int]]) -> Ready:
         "Pages for the whole batch, cold prefixes evicted if a class is short; all or nothing"
+        tokens, most = sum(stop - r.computed for r, stop in batch), self.config.chunk
+        if tokens > most:
+            raise InputError("a step computes a chunk at most", tokens=tokens, chunk=most,
+                             requests=[r.request for r, _ in batch])
         for r, _ in batch: self._give_back(r)
         split, dealt, fits = self._arrange(batch)
         if not fits:

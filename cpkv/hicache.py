@@ -1,7 +1,7 @@
 """The host tier's policy: what is copied and when, and what goes when room is short
 
-In: the calls of an engine that all ranks make alike. Out: host copies of used prefixes, device pages
-that a load fills, room in both tiers, and what ended.
+In: the calls of an engine that all ranks make alike. Out: host copies of used prefixes, device
+pages that a load fills, room in both tiers, and what ended.
 
 * **Write-through** (`written`): after a request, the nodes of its path that the host lacks and that
   were used often enough are copied, parents first, in one operation or not at all. **Write-back**:
@@ -10,9 +10,10 @@ that a load fills, room in both tiers, and what ended.
   owners, or nothing does. A second request joins the operation; who needs more than it fills waits.
 * A request that joined reads a layer after `wait_layer`, which never raises, and believes what it
   read after `verdict`. Both are the same calls on every rank.
-* `make_room` evicts cold device pages, from tails; what the host has stays known. On the host a copy
-  of what the device has may go, too, so a small host has no dead end.
-* No room is an answer that is counted, never half a copy and never an error.
+* `make_room` evicts cold device pages, from tails; what the host has stays known. On the host a
+  copy of what the device has may go, too, so a small host has no dead end.
+* No room is an answer that is counted, never half a copy and never an error. Uses and hits are
+  counted by the engine, when a request has read what it found; `load` counts none.
 * `reset` empties the host on all ranks, or says busy on all.
 * Beside the step's vector there is one agreement in a `verdict` whose loads are on their way, in a
   `make_room` that writes back, and in `reset`: a number that follows from the calls alone.

@@ -416,7 +416,7 @@ def draw_ladder(result: dict[str, Any]) -> Svg:
     r, rows = result, result["baselines"][1:] + result["rows"]
     names = [row["name"] for row in rows]
     said = (f"{r['model']}: {r['history']:,} tokens of history, a chunk of {r['chunk']:,}, "
-            f"{r['cp']} ranks; MB of the busiest rank, in a layer with an indexer")
+            f"{r['cp']} rank{'s' * (r['cp'] > 1)}; sizes are MB of the busiest rank")
     return stack(
         table(ladder_rows(r), HEAD, caption=said),
         bars([row["predicted_bytes_per_layer"] / 1e6 for row in rows], names, "MB",

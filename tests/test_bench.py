@@ -1,17 +1,38 @@
 """Benchmarks run, say their unit, and measure what they say; how fast is nobody's test"""
 import json
+import re
+from functools import partial
 
 import pytest
 
 from cpkv import bench
-from cpkv.bench import BENCHES, plan_once, run_bench, step_layer_us
+from cpkv.bench import BENCHES, bench_hf, plan_once, run_bench, step_layer_us
+from cpkv.copies import bench_copies
 from cpkv.laws import ConfigError, InputError
+from cpkv.report import show_bench
 from cpkv.shared_kv import READERS
 
 
+KEY = re.compile(r"\w+_(us|ms|s|gb_s|mtok_s|ratio|share)|tokens")
+
+def is_law(r: dict) -> bool:
+    "Does each key say its unit, or that it has none, and is each shown under a name of its own?"
+    rows = [line.split() for line in show_bench(r).split("\n\n")[0].split("\n")[1:]]
+    return (all(KEY.fullmatch(k) for k in r) and len({row[0] for row in rows}) == len(r)
+            and all(len(row) == 2 + k.endswith("s") - (k == "tokens") for k, row in zip(r, rows)))
+
+def test_the_law_of_keys_can_fail():
+    assert is_law(dict(a_us=1.0, tokens=3, b_ratio=2.0, b_share=1.0, b_gb_s=2.0))
+    for bad in (dict(a=1.0), dict(a_us=1.0, a_ms=1.0), dict(us=1.0)): assert not is_law(bad)
+
+def test_every_number_beside_transformers_says_its_unit_or_that_it_has_none():
+    pytest.importorskip("transformers")
+    r = bench_hf(num_tokens=70, blocks=1, steps=2)
+    assert is_law(r) and {"prefill_ratio", "decode_ratio", "tokens"} <= set(r) and all(v > 0 for v in r.values())
+
 def test_every_number_has_a_unit_and_is_above_zero():
     r = run_bench("plan")
-    assert all(k.endswith(("_us", "_ms")) and 0 < v < 1e9 for k, v in r.items())
+    assert is_law(r) and all(k.endswith(("_us", "_ms")) and 0 < v < 1e9 for k, v in r.items())
     assert {"split_one_us", "plan_64_ms", "alloc_8x8192_ms", "owner_loc_131072_ms",
             "step_layer_us", "yardstick_ms"} <= set(r)
 
@@ -56,13 +77,28 @@ def test_two_sides_are_timed_in_turns_and_say_what_they_said():
     assert calls == ["a"] * 3 + ["b"] * 3 + ["a"] * 3 + ["b"] * 3 and len(best) == 2
     assert said == [[1, 2, 3, 7, 8, 9], [4, 5, 6, 10, 11, 12]]
 
+def test_a_trace_is_for_the_cache_alone_and_is_read_before_anything_runs(monkeypatch, tmp_path):
+    ran = []
+    monkeypatch.setattr(bench, "BENCHES", {"plan": lambda: ran.append(1)})
+    with pytest.raises(InputError, match="takes no --trace"): run_bench("plan", str(tmp_path/"none"))
+    with pytest.raises(InputError, match="cannot read the trace"): run_bench(None, str(tmp_path/"none"))
+    assert ran == []
+
+def test_shares_are_of_the_plain_copy_in_the_same_direction():
+    r = bench_copies(1, 2, 2, repeats=1)  # one round: the median is its quotient
+    assert is_law(r) and r["backup_share"] == pytest.approx(r["backup_gb_s"] / r["copy_to_host_gb_s"])
+    assert r["loadback_share"] == pytest.approx(r["loadback_gb_s"] / r["copy_to_device_gb_s"])
+    ways = r["copy_to_host_gb_s"], r["copy_to_device_gb_s"]
+    assert min(ways) <= r["copy_gb_s"] * (1 + 1e-9) and r["copy_gb_s"] <= max(ways) * (1 + 1e-9)
+
 def test_the_cache_runs_on_the_trace_that_it_is_given(monkeypatch, tmp_path):
     lines = [dict(hash_ids=[1, 2, i], input_length=1536) for i in range(3, 9)]
     trace = tmp_path/"trace.jsonl"
     trace.write_text("".join(json.dumps(x) + "\n" for x in lines))
-    monkeypatch.setattr(bench, "bench_copies", lambda: {"copy_gb_s": 1.0})
+    monkeypatch.setattr(bench, "bench_copies", partial(bench_copies, 1, 2, 2, repeats=1))
     r = run_bench("cache", str(trace))
     assert {"match_p50_us", "match_mtok_s", "insert_p50_us", "match_128k_us", "key_us", "agreement_us",
-            "copy_gb_s"} <= set(r)
-    assert all(v > 0 for v in r.values())
+            "backup_gb_s", "loadback_gb_s", "copy_gb_s", "copy_to_host_gb_s", "copy_to_device_gb_s",
+            "backup_share", "loadback_share"} <= set(r)
+    assert is_law(r) and all(v > 0 for v in r.values())
     with pytest.raises(InputError, match="needs a trace"): run_bench("cache")

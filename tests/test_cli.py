@@ -14,7 +14,7 @@ from cpkv import cli, demo, doctor, ladder
 from cpkv.cli import COMMANDS, finite, main
 from cpkv.demo import FOLLOW_UP, find_model, shipped_text
 from cpkv.options import OPTIONS
-from cpkv.laws import CapacityError, ConservationError, RankDied, WaitTimeout
+from cpkv.laws import CapacityError, ConservationError, InputError, RankDied, WaitTimeout
 
 COMMAND = [sys.executable, "-c", "import sys; from cpkv.cli import main; sys.exit(main())"]
 MARK = "MARK_OF_THIS_TEST"
@@ -59,8 +59,11 @@ def no_work(monkeypatch):
 # -- bad input
 
 BAD = [
-    ("", "give a command"), ("dem", "no command dem, perhaps demo"), ("--cp 2", "no command 2"),
-    ("--fast", "no option --fast"), ("demo --speed 9", "no option --speed"),
+    ("", "give a command"), ("dem", "no command dem, perhaps demo"),
+    ("--cp 2", "an option stands after its command: cpkv COMMAND --cp"),
+    ("--json - demo", "after its command: cpkv demo --json"), ("--json x bench plan", "cpkv bench --json"),
+    ("--json=- demo", "cpkv demo --json=-"), ("--json -", "cpkv COMMAND --json"), ("--fast", "cpkv COMMAND --fast"),
+    ("demo --speed 9", "no option --speed"),
     ("demo --pagesize 4", "perhaps --page-size"), ("demo --page 4", "no option --page"),
     ("demo here", "no argument here"), ("demo --cp", "expected one argument"),
     ("demo --cp two", "invalid int"), ("demo --cp 2.0", "invalid int"),
@@ -80,26 +83,38 @@ BAD = [
     ("demo --format FP32", "must be fp32, bf16, fp8 or fp8_packed"),
     ("demo --placement any", "--placement must be compute_owner or cyclic"),
     ("demo --host-bytes 10", "at least a page"), ("demo --host-bytes -1", "--host-bytes must be at least 0"),
+    ("demo --host-bytes 1125899906842624", "this machine has"),
+    ("demo --host-bytes 1125899906842625", "--host-bytes must be at most 1125899906842624"),
     ("demo --num-speculative-tokens 2", "16a_verify"), ("demo --experiment accept", "16a_verify"),
     ("demo --transport mooncake-tcp", "15_handoff"), ("demo --transport pigeon", "must be plain"),
     ("demo --cp 2 --cp 4", "--cp is given twice"), ("demo --cp 2 --cp 2", "--cp is given twice"),
     ("demo --file a --file b", "--file is given twice"), ("demo --json a --json -", "given twice"),
     ("demo --seed 0 --model x", "--seed and --model contradict"),
-    ("demo --file x --json x", "--json would overwrite --file"),
-    ("demo --file ./x --json ../{here}/x", "--json would overwrite --file"),
+    ("demo --file x --json x", "--json would overwrite the file"),
+    ("demo --file ./x --json ../{here}/x", "--json would overwrite the file"),
+    ("inspect x --json x", "--json would overwrite the file"),
+    ("bench cache --trace x --json x", "--json would overwrite the trace"),
     ("demo --file no/such/text", "No such file"), ("demo --file .", "Is a directory"),
     ("demo --file empty", "is empty"), ("demo --model no/such", "no such checkpoint directory"),
     ("demo --model empty", "no such checkpoint directory"), ("demo --model .", "no config.json"),
-    ("demo --json no/such/dir/x", "cannot write --json"), ("demo --json .", "cannot write --json"),
-    ("demo --json empty/x", "cannot write --json"), ("doctor --cp 2", "no option --cp"),
-    ("doctor --json no/such/x", "cannot write --json"), ("bench speed", "NAME must be plan"), ("bench cache", "needs a trace: --trace PATH"),
+    ("demo --json no/such/dir/x", "cannot write --json [path=no/such/dir/x, reason=No such file or directory]"),
+    ("demo --json .", "reason=Is a directory"), ("demo --json empty/x", "reason=Not a directory"),
+    ("doctor --cp 2", "no option --cp"), ("doctor --json no/such/x", "cannot write --json"),
+    ("bench speed", "NAME must be plan"), ("bench cache", "needs a trace: --trace PATH"),
+    ("bench plan --trace no/such", "bench plan takes no --trace"),
+    ("bench cache --trace no/such", "[file=no/such, reason=No such file or directory, expected="),
+    ("bench cache --trace .", "[file=., reason=Is a directory, expected="),
+    ("bench cache --trace empty", "the trace has no line [file=empty, expected="),
+    ("bench cache --trace text", "not a trace of requests [file=text, line=1, reason="),
+    ("bench --trace text", "not a trace of requests [file=text, line=1, reason="),
     ("bench plan plan", "no argument plan"), ("bench --name plan", "no option --name"),
     ("ladder --model glm-6", "no such model, and no such directory"),
     ("ladder --model empty", "no such model"), ("ladder --model .", "no config.json"),
-    ("ladder --cp 0", "--cp must be at least 1"), ("ladder --cp 1025", "cp must be 1 to 1024"),
+    ("ladder --cp 0", "--cp must be at least 1"), ("ladder --cp 1025", "--cp must be at most 1024, not 1025"),
     ("ladder --chunk 0", "--chunk must be at least 1"), ("ladder --chunk 1.5", "invalid int"),
     ("ladder --history -1", "--history must be at least 0"),
-    ("ladder --history 16777216", "history must be 0 to"),
+    ("ladder --history 16777216", "--history must be at most 16777215"),
+    ("ladder --history 16777215", "history must be 0 to"), ("ladder --chunk 16777217", "--chunk must be at most"),
     ("ladder --model glm-5 --history 8000000 --chunk 1", "more than 16384 chunks"),
     ("ladder --cp 1024 --history 16000000", "this machine has"),
     ("ladder --format int4", "must be fp32, bf16, fp8 or fp8_packed"),
@@ -112,6 +127,7 @@ BAD = [
 def test_bad_input_is_one_line_that_says_what(call, tmp_path, monkeypatch, no_work, words, said):
     monkeypatch.chdir(tmp_path)
     (tmp_path/"empty").touch()
+    (tmp_path/"text").write_text("a text\n")
     before = sorted(os.listdir())
     assert said in refused(call(*words.format(here=tmp_path.name).split()))
     assert sorted(os.listdir()) == before       # a refusal writes nothing
@@ -147,10 +163,41 @@ def test_a_variable_that_does_not_exist(call, monkeypatch, no_work):
     monkeypatch.setenv("CPKV_DEBGU", "1")
     assert "no variable CPKV_DEBGU" in refused(call("demo"))
 
-def test_a_file_that_cannot_take_the_json_after_all(call, threads, text):
+def test_a_file_that_cannot_take_the_json_is_found_before_the_work(call, no_work, text):
     if not os.path.exists("/dev/full"): pytest.skip("no /dev/full")
-    code, _, err = call("demo", "--file", text, "--json", "/dev/full")
-    assert code == 2 and err.count("\n") == 1 and "No space left" in err
+    assert "No space left" in refused(call("demo", "--file", text, "--json", "/dev/full"))
+    assert "No such file" in refused(call("demo", "--file", text, "--json", "/proc/x"))
+
+def test_a_file_that_cannot_take_the_json_after_all(call, threads, text, tmp_path, monkeypatch):
+    monkeypatch.setattr(cli, "check_json_path", lambda path: None)
+    code, out, err = call("demo", "--file", text, "--json", tmp_path/"no"/"x")
+    assert code == 2 and err.count("\n") == 1 and "No such file" in err and "oracle" in out
+
+def test_a_result_that_is_there_stays_until_there_is_another(call, monkeypatch, tmp_path, no_work):
+    path = tmp_path/"r.json"
+    path.write_text("old")
+    def run(config): raise CapacityError("too much")
+    monkeypatch.setitem(COMMANDS, "bench", COMMANDS["bench"]._replace(run=run))
+    refused(call("bench", "plan", "--json", path))
+    assert path.read_text() == "old"
+
+@pytest.mark.parametrize("name", ["--file", "--json"])
+@pytest.mark.parametrize("there", [True, False])
+def test_events_are_added_to_no_other_file_of_the_run(call, monkeypatch, tmp_path, no_work, name, there):
+    path = tmp_path/"a text"
+    if there: path.write_text("a text of the user")
+    monkeypatch.setenv("CPKV_DEBUG", f"trace:{path}")
+    said = refused(call("demo", name, f"{tmp_path}/../{tmp_path.name}/a text"))
+    assert ("add events to --file" if name == "--file" else "overwrite the events of CPKV_DEBUG") in said
+    if not there: return
+    assert "nothing is added to it" in refused(call("demo"))
+    assert path.read_text() == "a text of the user"
+
+def test_a_trace_may_be_read_while_the_variable_still_names_it(call, monkeypatch, tmp_path):
+    path = tmp_path/"t.jsonl"
+    path.write_text("")
+    monkeypatch.setenv("CPKV_DEBUG", f"trace:{path}")
+    assert "the trace is empty" in refused(call("inspect", path))
 
 
 # -- bad checkpoints
@@ -279,6 +326,14 @@ def test_a_failure_in_the_work_is_written(call, monkeypatch, tmp_path, error, co
     known = not isinstance(error, RuntimeError)
     assert ("Traceback" in err) == (not known) and (err.count("\n") == 1) == known
 
+def test_what_was_chosen_is_written_also_if_a_rank_died(call, threads, text, tmp_path, monkeypatch):
+    def died(*args, **how): raise RankDied("rank 1 died: SIGKILL", rank=1)
+    monkeypatch.setattr(demo, "run_ranks", died)
+    code, _, err = call("demo", "--file", text, "--json", tmp_path/"r.json")
+    config = json.loads((tmp_path/"r.json").read_text())["config"]
+    assert code == 3 and "SIGKILL" in err
+    assert config["layers"] == 4 and config["device_tokens"] > 0 and config["host_bytes"] > 0
+
 def test_a_refusal_in_the_work_is_not(call, monkeypatch, tmp_path):
     def run(config): raise CapacityError("too much")
     monkeypatch.setitem(COMMANDS, "bench", COMMANDS["bench"]._replace(run=run))
@@ -290,18 +345,28 @@ def test_a_machine_that_lacks_something_is_told_and_written(call, monkeypatch, t
     absent = doctor.check("gpu", False, "", required=False)
     monkeypatch.setattr(cli, "run_doctor", lambda: [bad, absent])
     code, out, err = call("doctor", "--json", tmp_path/"r.json")
-    assert code == 2 and "MISSING  loopback" in out and "absent   gpu" in out
-    assert err == "cpkv: this machine lacks loopback (plug it in)\n"
+    assert code == 2 and "WRONG    loopback" in out and "absent   gpu" in out
+    assert err == "cpkv: wrong here: loopback (plug it in)\n"
     assert json.loads((tmp_path/"r.json").read_text())["checks"][0] == bad
 
-@pytest.mark.parametrize("words", ["--help", "demo --help", "bench --help", "--version"])
+def test_a_variable_that_does_not_exist_is_wrong_and_not_missing(call, monkeypatch):
+    monkeypatch.setattr(doctor, "run_ranks", lambda *a, **kw: [[0, 1], [0, 1]])
+    monkeypatch.setenv("CPKV_FOO", "1")
+    code, out, err = call("doctor")
+    assert code == 2 and "WRONG    CPKV variables    CPKV_FOO=1\n" in out
+    assert err == "cpkv: wrong here: CPKV variables (there is no variable CPKV_FOO, unset it)\n"
+
+@pytest.mark.parametrize("words", ["--help", "demo --help", "ladder --help", "bench --help", "--version"])
 def test_help_is_help(words, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     with pytest.raises(SystemExit) as e: main(words.split())
     out = capsys.readouterr().out
     assert not e.value.code and max(map(len, out.splitlines())) <= 80
     if words == "--help": assert all(c in out for c in COMMANDS)
-    if words == "demo --help": assert all(o.said in out for o in cli.options_of("demo"))
+    if words == "demo --help":
+        assert all(o.said in out for o in cli.options_of("demo")) and "0 to 1125899906842624" in out
+    if words == "ladder --help":
+        assert all(f"; {n} " in " ".join(out.split()) for n in ("1 to 1024", "0 to 16777215", "1 to 16777216"))
 
 def test_a_bar_is_cleared_before_a_line(monkeypatch, capsys, threads, text):
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
@@ -339,6 +404,24 @@ def test_a_reader_that_goes_is_no_fault():
     script = f"{words} | true; echo ${{PIPESTATUS[0]}}"
     p = subprocess.run(["bash", "-c", script], text=True, timeout=60, capture_output=True)
     assert (p.stdout, p.stderr) == ("0\n", "")
+
+@pytest.mark.parametrize("where,said", [(">&-", "stdout is closed"),
+                                        ("> /dev/full", "cannot write to stdout [reason=No space left on device]")])
+@pytest.mark.parametrize("more", ["", "--json -"])
+def test_a_stdout_that_takes_nothing_is_one_line(where, said, more):
+    if "full" in where and not os.path.exists("/dev/full"): pytest.skip("no /dev/full")
+    script = "import sys; from cpkv import cli; cli.COMMANDS['bench'] = cli.COMMANDS['bench']._replace(" \
+             "run=lambda c: dict(ok=True, a_us=1.0)); sys.exit(cli.main())"
+    words = f"'{sys.executable}' -c \"{script}\" bench plan {more}"
+    p = subprocess.run(["bash", "-c", f"{words} {where}"], text=True, timeout=60, capture_output=True)
+    assert refused((p.returncode, p.stdout, p.stderr)) == f"cpkv: {said}\n"
+
+def test_a_full_stdout_keeps_no_json_from_its_file(tmp_path, monkeypatch, capsys):
+    def full(text): raise InputError("cannot write to stdout")
+    monkeypatch.setattr(cli, "tell", full)
+    monkeypatch.setitem(COMMANDS, "bench", COMMANDS["bench"]._replace(run=lambda c: dict(ok=True, a_us=1.0)))
+    assert main(["bench", "plan", "--json", str(tmp_path/"r")]) == 2
+    assert json.loads((tmp_path/"r").read_text())["ok"]
 
 KILLS = """
 import json, multiprocessing as mp, os, signal, sys, threading, time

@@ -176,6 +176,12 @@ def test_a_conversation_comes_back_from_the_host_while_another_needs_the_device(
     assert r["written_host_bytes"] % page == 0 and r["written_host_bytes"] >= r["loaded_host_bytes"]
     assert all(0 < used <= budget for used, budget in zip(r["host_used_bytes"], r["host_budget_bytes"], strict=True))
 
+def test_a_text_with_room_for_both_documents_loads_nothing_back():
+    r = run_demo(text=TEXT[:100], turns=4, backend="local", host_bytes=None,
+                 engine=dict(page_size=16, chunk=96))
+    assert r["ok"] and r["loaded_host_bytes"] == 0 < r["written_host_bytes"]
+    assert r["turns"][3]["cached_device"] == (r["turns"][1]["prompt_tokens"] - 1) // 16 * 16
+
 def test_without_a_host_tier_that_part_is_computed_again_and_says_the_same():
     r = four_turns(host_bytes=0)
     assert r["ok"] and said(r) == said(four_turns()) and "host_used_bytes" not in r

@@ -247,3 +247,13 @@ def test_32k_tokens_in_chunks_with_hits_in_the_tree():
     want, *_ = local(partial(rank, reader="replicated"), 1)[0]
     for out, hit, leaked in local(partial(rank, reader="chunk_reuse"), 2):
         assert all(same(a, b) for a, b in zip(out, want)) and hit >= 24 << 10 and leaked == 0
+
+def test_a_step_of_more_than_a_chunk_is_refused_before_any_effect():
+    engine = engine_of(Solo(), P=16, chunk=32)
+    rs = [engine.begin(i, PROMPT[:20]) for i in range(2)]
+    before = engine.alloc.free_by_class
+    with pytest.raises(InputError, match="a chunk at most") as e: engine.compute([(r, 20) for r in rs])
+    assert e.value.facts | dict(rank=0) == dict(tokens=40, chunk=32, requests=[0, 1], rank=0)
+    assert engine.alloc.free_by_class == before
+    for r in rs: engine.abort(r)
+    assert engine.leaked_pages() == 0

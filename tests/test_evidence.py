@@ -13,8 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cpkv import laws
-from cpkv.evidence import (HEAD, KEEP, KINDS, TRACE_FILE, VARIABLES, Events, Marks, Trace, append,
-                           buffer_facts, check_gates, debug_of, draw_events, event_text, gates_of,
+from cpkv.evidence import (END, HEAD, KEEP, KINDS, TRACE_FILE, VARIABLES, Events, Marks, Trace, append,
+                           buffer_facts, check_gates, debug_of, draw_events, end_run, event_text, gates_of,
                            nvtx_of, page_facts, pages_in, refuse_numbers, runs_of, trace_file)
 from cpkv.laws import ConfigError, InputError, LawError, OrderError, PeerError, RankDied
 from cpkv.layout import PageLayout
@@ -63,6 +63,36 @@ def test_check_gates_looks_at_the_file_and_makes_none(tmp_path):
     assert not there.exists()
     for bad in (tmp_path, tmp_path/"no"/"t.jsonl"):
         with pytest.raises(ConfigError, match="cannot write"): check_gates({"CPKV_DEBUG": f"trace:{bad}"})
+
+@pytest.mark.parametrize("text", ["a text", "a text\n", "\n", "{}\n", "[1]\n", '{"kind": "pool"}\n', "\xff\n",
+                                  "[" * 100_000 + "\n", "\0" * (3 << 20)])
+def test_a_run_is_never_added_to_what_is_no_trace(tmp_path, text):
+    path = tmp_path/"t"
+    path.write_text(text, encoding="latin-1")
+    before = path.read_bytes()
+    with pytest.raises(ConfigError, match="nothing is added"): check_gates({"CPKV_DEBUG": f"trace:{path}"})
+    assert path.read_bytes() == before
+
+def test_a_run_is_added_to_an_empty_file_and_to_a_trace_of_whole_lines(tmp_path):
+    path = tmp_path/"t.jsonl"
+    gates = {"CPKV_DEBUG": f"trace:{path}"}
+    path.touch()
+    assert check_gates(gates) == gates
+    told(Trace(gates=gates), 3, Pool())
+    assert check_gates(gates) == gates
+    end_run(gates)
+    assert check_gates(gates) == gates and path.read_text().splitlines()[3:] == [END]
+    path.write_bytes(path.read_bytes()[:-1])
+    with pytest.raises(ConfigError, match="is cut"): check_gates(gates)
+
+def test_a_device_takes_what_it_is_given(): check_gates({"CPKV_DEBUG": "trace:/dev/null"})
+
+def test_an_end_is_written_where_events_are_and_nowhere_else(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for gates in ({}, ON, {"CPKV_DEBUG": "0"}): end_run(gates)
+    assert list(tmp_path.iterdir()) == []
+    end_run({"CPKV_DEBUG": "trace", "PATH": "x"})
+    assert (tmp_path/TRACE_FILE).read_text() == END + "\n"
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")
 def test_marks_without_a_device_are_refused():

@@ -4,7 +4,7 @@ import json
 import pytest
 
 import floors
-from floors import ROOT, chapters, direct, drawing, edges, imported, violations
+from floors import ROOT, chapters, direct, edges, imported, page, violations
 
 
 def book_of(tmp_path, *notebooks: tuple[str, str, str]):
@@ -67,11 +67,17 @@ def test_relative_imports_are_resolved():
     assert imported(beside, "cpkv.ops.rows") == {"cpkv.ops.dense", "cpkv.ops.dense.dense"}
     assert imported("from os import path\nimport cpkvx", "cpkv.pool") == set()
 
-def test_the_picture_leaves_out_what_is_implied(tmp_path):
-    book = book_of(tmp_path, ("01_a", "a", ""), ("02_b", "b", "import cpkv.a"),
-                   ("03_c", "c", "import cpkv.a, cpkv.b"))
-    assert [(c.prefix, d.prefix) for c, d in direct(book)] == [("02", "01"), ("03", "02")]
+def test_the_page_names_what_a_chapter_stands_on_without_what_is_implied(tmp_path):
+    book = book_of(tmp_path, ("01_a", "a", ""), ("01a_d", "d", ""), ("02_b", "b", "import cpkv.a"),
+                   ("03_c", "c", "import cpkv.d, cpkv.a, cpkv.b"))
+    edges_of = [("02", "01"), ("03", "02"), ("03", "01a")]
+    assert [(c.prefix, d.prefix) for c, d in direct(book)] == edges_of
+    rows = [x.split(" | ") for x in page(book).split("\n") if x.startswith("| 0")]
+    assert [(r[0], r[1], r[3]) for r in rows] == [
+        ("| 03", "[03_c](../nbs/03_c.ipynb)", "[01a](../nbs/01a_d.ipynb) [02](../nbs/02_b.ipynb) |"),
+        ("| 02", "[02_b](../nbs/02_b.ipynb)", "[01](../nbs/01_a.ipynb) |"),
+        ("| 01a", "[01a_d](../nbs/01a_d.ipynb)", "nothing |"),
+        ("| 01", "[01_a](../nbs/01_a.ipynb)", "nothing |")]
 
-def test_the_drawing_is_up_to_date():
-    drawn = (ROOT/floors.PICTURE).read_text(encoding="utf-8")
-    assert drawn == drawing(chapters()), "run `make readme`"
+def test_the_page_is_up_to_date():
+    assert (ROOT/floors.PAGE).read_text(encoding="utf-8") == page(chapters()), "run `make readme`"

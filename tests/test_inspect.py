@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cpkv.evidence import Trace, page_facts
+from cpkv.evidence import END, Trace, end_run, page_facts
 from cpkv.inspect import (Difference, first_difference, inspect_text, inspect_trace, parse_event,
                           read_trace, shared_facts)
 from cpkv.laws import InputError
@@ -48,16 +48,18 @@ def script(toy):
     toy.match(1, [R, R + 1])
     toy.forward(1, [R + 5], 12)
 
-def record(path: Path, R=2, play=script, role="prefill", size=None, first=0, **more) -> Path:
+def record(path: Path, R=2, play=script, role="prefill", size=None, first=0, end=True, **more) -> Path:
+    gates = {"CPKV_DEBUG": f"trace:{path}"}
     for rank in range(R):
-        trace = Trace(first + rank, size or R, {"CPKV_DEBUG": f"trace:{path}"})
+        trace = Trace(first + rank, size or R, gates)
         trace.role = role
         play(Toy(trace, R, rank, **more))
+    if end: end_run(gates)
     return path
 
-def events_of(path): return [json.loads(x) for x in path.read_text().splitlines()]
-def rewrite(path, events):
-    path.write_text("".join(json.dumps(e) + "\n" for e in events))
+def events_of(path): return [json.loads(x) for x in path.read_text().splitlines() if x != END]
+def rewrite(path, events, end=True):
+    path.write_text("".join(json.dumps(e) + "\n" for e in events) + f"{END}\n" * end)
     return path
 
 @pytest.fixture
@@ -109,8 +111,8 @@ def test_prefill_decode_and_oracle_in_one_file(path):
                                            **page_facts(toy, np.arange(1 + src, 6, 2)))
         toy.trace.event("commit", toy, request=0, tokens=20, digest=0)
         toy.forward(0, [5], 13)
-    record(path, 2, size=4)
-    record(path, 1, size=4, first=2, role="decode", play=decode)
+    record(path, 2, size=4, end=False)
+    record(path, 1, size=4, first=2, role="decode", play=decode, end=False)
     record(path, 1, size=4, first=3, role="oracle")
     r = inspect_trace(path)
     assert r["ok"] and r["sharded"] == dict(latent=True, index=True)
@@ -142,6 +144,34 @@ def test_the_last_run_counts(path, first, then):
     assert r["runs"] == 2 and len(r["pools"]) == then and r["ok"]
     assert "the last of 2 runs" in inspect_text(r)
 
+# -- a run that did not end
+
+def test_a_trace_that_is_cut_between_any_two_lines_proves_nothing(healthy, path):
+    for n in range(1, len(healthy) + 1):
+        r = inspect_trace(rewrite(path, healthy[:n], end=False))
+        last = healthy[n - 1]
+        assert not r["ok"] and not r["ended"] and not any(r["sharded"].values())
+        assert r["faults"][0] == (f"the run did not end: the last that was written is prefill {last['rank']} "
+                                  f"#{last['seq']} {last['kind']}")
+        assert "no difference" not in inspect_text(r) and "latent yes" not in inspect_text(r)
+
+def test_a_run_that_was_killed_before_or_after_another(path):
+    record(path, end=False)
+    record(path)
+    r = inspect_trace(path)
+    assert (r["runs"], r["ended"], r["ok"]) == (2, True, True)
+    record(path, end=False)
+    r = inspect_trace(path)
+    assert (r["runs"], r["ended"], r["ok"]) == (3, False, False)
+
+def test_an_end_is_of_one_run_and_the_last_of_it(healthy, path):
+    text = rewrite(path, healthy).read_text()
+    more = json.dumps(dict(healthy[-1], seq=healthy[-1]["seq"] + 1))
+    for bad, why in ((text + END + "\n", "not a trace"), (END + "\n" + text, "not a trace"),
+                     (text + more + "\n", "events are missing")):
+        path.write_text(bad)
+        with pytest.raises(InputError, match=why): inspect_trace(path)
+
 # -- no single fault goes unseen
 
 def is_seen(path) -> bool:
@@ -161,7 +191,7 @@ def test_every_cut_inside_a_line_is_refused(healthy, path):
     text = rewrite(path, healthy[:4]).read_text()
     for n in range(len(text)):
         path.write_text(text[:n])
-        if text[:n].endswith("\n") and text[:n].count("\n") < 4: continue  # whole lines
+        if text[:n].endswith("\n"): continue  # whole lines
         with pytest.raises(InputError): inspect_trace(path)
 
 @pytest.mark.parametrize("fact", ["digest", "request", "tokens", "cached", "pages", "layer", "component",
@@ -206,8 +236,10 @@ def test_no_page_is_believed_unseen(path, page, why):
     assert any(why in f for f in r["faults"]) and not r["ok"]
 
 def test_a_missing_component_is_named(path):
-    for rank in range(2): script(Toy(Trace(rank, 2, {"CPKV_DEBUG": f"trace:{path}"}), 2, rank,
+    gates = {"CPKV_DEBUG": f"trace:{path}"}
+    for rank in range(2): script(Toy(Trace(rank, 2, gates), 2, rank,
                                      layers={"latent": [0], **({"index": [0]} if rank == 0 else {})}))
+    end_run(gates)
     r = inspect_trace(path)
     assert "rank 1 has no index" in r["faults"] and not any(r["sharded"].values())
 
@@ -238,8 +270,8 @@ def test_a_rank_without_events_is_missed(healthy, path):
 
 def test_sides_that_announce_other_buffers(path):
     def announce(digest): return lambda toy: toy.trace.event("register", toy, buffers=5, digest=digest)
-    record(path, 1, size=2, play=announce("a"))
-    assert inspect_trace(path)["ok"]
+    record(path, 1, size=2, play=announce("a"), end=False)
+    assert len(inspect_trace(path)["faults"]) == 1  # that it did not end
     record(path, 1, size=2, first=1, role="decode", play=announce("b"))
     assert inspect_trace(path)["faults"] == ["prefill 0 and decode 1 announced different buffers"]
 

@@ -132,7 +132,7 @@ def test_decoded_tokens_extend_the_draft_too():
     "A batch of two that decode while a third prefills: the same bytes as each alone"
     prompts = [PROMPT[:20], PROMPT[10:51], PROMPT]
     def rank(peers):
-        engine = engine_of(peers.world(), 24)
+        engine = engine_of(peers.world(), 26)
         rs = [engine.begin(i, p) for i, p in enumerate(prompts)]
         for r in rs[:2]: r.tokens = np.append(r.tokens, np.int32(greedy(engine.prefill(r))))
         for _ in range(4):

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from cpkv.alloc import Holder, PageAllocator
-from cpkv.laws import (ConservationError, LeaseError, OrderError, PageIdError, ResidencyError)
+from cpkv.laws import (ConservationError, InputError, LeaseError, OrderError, PageIdError, ResidencyError)
 from cpkv.layout import PageLayout
 from cpkv.radix import NO_BASE, NO_OP, Declined, RadixTree, Residency, Tier
 from cpkv.residency import Ended, Operations, bench_radix, match_128k_us, trace_prompts
@@ -603,6 +603,39 @@ def test_the_benchmark_reads_a_trace_and_says_what_was_asked(tmp_path, page_size
     out = bench_radix(path, page_size=page_size, repeats=1)
     assert [*out] == ["match_p50_us", "match_mtok_s", "insert_p50_us", "match_128k_us", "key_us"]
     assert all(x > 0 for x in out.values())
+
+GOOD = '{"hash_ids": [0, 4194303], "input_length": 1024}'
+
+@pytest.mark.parametrize("line,why", [
+    ("", "Expecting value"), ("a text", "Expecting value"), ("[]", "no object"), ("7", "no object"), ("{}", "hash_ids"),
+    ("[" * 100_000, None), ('{"hash_ids": [0]}', "input_length is None"), ('{"input_length": 1}', "hash_ids"),
+    ('{"hash_ids": 3, "input_length": 1}', "hash_ids"), ('{"hash_ids": [0.5], "input_length": 1}', "hash_ids"),
+    ('{"hash_ids": [true], "input_length": 1}', "hash_ids"), ('{"hash_ids": [-1], "input_length": 1}', "hash_ids"),
+    ('{"hash_ids": [4194304], "input_length": 1}', "below 4194304"),
+    ('{"hash_ids": [1], "input_length": 513}', "its blocks have 512 tokens"),
+    ('{"hash_ids": [1], "input_length": -1}', "input_length is -1"), ('{"hash_ids": [1], "input_length": "1"}', "input_length"),
+    ('{"hash_ids": [1], "input_length": NaN}', "input_length is nan")])
+def test_a_line_that_is_no_request_is_refused_with_its_number(tmp_path, line, why):
+    path = tmp_path/"t.jsonl"
+    path.write_text(f"{GOOD}\n{line}\n{GOOD}\n")
+    with pytest.raises(InputError, match="not a trace of requests") as e: bench_radix(path, repeats=1)
+    assert e.value.facts["file"] == str(path) and e.value.facts["line"] == 2 and "hash_ids" in e.value.facts["expected"]
+    assert why is None or why in e.value.facts["reason"]
+    assert len([*trace_prompts(path, 1)]) == 1  # what is not asked for is not read
+
+def test_files_that_are_no_trace(tmp_path):
+    path = tmp_path/"t.jsonl"
+    for bad in (path, tmp_path):
+        with pytest.raises(InputError, match="cannot read the trace"): bench_radix(bad)
+    path.write_bytes(b"")
+    with pytest.raises(InputError, match="no line"): bench_radix(path)
+    path.write_bytes(b"\xff\xfe\n")
+    with pytest.raises(InputError, match="cannot read the trace"): bench_radix(path)
+
+def test_the_last_block_of_32_bits_is_one(tmp_path):
+    (tmp_path/"t").write_text(GOOD)
+    [tokens] = trace_prompts(tmp_path/"t", 9)
+    assert tokens.dtype == np.int32 and tokens[-1] == 2**31 - 1 and len(tokens) == 1024
 
 def test_the_long_match_is_of_as_many_nodes_as_it_says():
     assert match_128k_us(64, nodes=3, repeats=1) > 0

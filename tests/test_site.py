@@ -1,8 +1,11 @@
 """How notebooks become pages and the README"""
-import importlib.util, json
+import importlib.util, json, re, sys
+from importlib.metadata import PackageNotFoundError, distribution
+from types import SimpleNamespace
 
 import pytest
 
+from cpkv.draw import PALETTE, contrast
 from floors import ROOT
 
 
@@ -49,3 +52,71 @@ def test_readme_is_the_index_seen_from_the_root():
     assert readme.from_root("[a](../docs/x.md) [b](01_layout.ipynb) [c](#d)") \
         == "[a](docs/x.md) [b](nbs/01_layout.ipynb) [c](#d)"
     assert (ROOT/"README.md").read_text(encoding="utf-8") == readme.readme(), "run `make readme`"
+
+
+@pytest.fixture
+def conf(monkeypatch):
+    "docs/conf.py as a module"
+    try: [distribution(p) for p in ("mermaidx", "sphinx-mathjax-offline", "docutils")]
+    except PackageNotFoundError as e: pytest.skip(str(e))
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    return load("conf")
+
+def test_a_table_has_its_class_and_a_report_leads_to_its_tracker(conf):
+    from docutils.core import publish_doctree
+    from docutils.nodes import TextElement, reference, table
+    tree = publish_doctree("""
+=== ============ =======
+no  report       held by
+=== ============ =======
+1   a-b/c.d#12   x
+2   Mooncake#7   a/b#3
+3   no report    x
+=== ============ =======
+
+= ===
+a b
+= ===
+1 c#4
+= ===
+""")
+    conf.shape_tables(None, tree)
+    assert [t["classes"] for t in tree.findall(table)] == [["held-by", "columns-3"], ["b", "columns-2"]]
+    links = [*tree.findall(reference)]
+    assert [(x.astext(), x["refuri"]) for x in links] == [
+        ("a-b/c.d#12", "https://github.com/a-b/c.d/issues/12"),
+        ("Mooncake#7", "https://github.com/kvcache-ai/Mooncake/issues/7")]
+    assert all(isinstance(x.parent, TextElement) for x in links)
+
+def test_every_report_of_the_page_can_be_linked(conf):
+    page = (ROOT/"docs"/"field-cases.md").read_text(encoding="utf-8")
+    found = [m for x in re.findall(r"^\| \d+ \| (\S+#\d+) \|", page, re.M) if (m := conf.REPORT.fullmatch(x))]
+    assert len(found) > 50 and all(m[1] or m[2] in conf.OWNERS for m in found)
+
+def test_the_name_of_a_chapter_tells_its_line(conf):
+    line = next(iter(conf.one_lines()["01_layout"].splitlines()))
+    tree, body = '<a href="../nbs/01_layout.html">', '<a href="01_layout.html#x"><a href="more.html">'
+    for name, named in ((conf.root_doc, tree), ("nbs/02a_dense", "")):
+        context = dict(furo_navigation_tree=tree, body=tree + body)
+        conf.tell_chapters(None, name, "page.html", context, None)
+        told = tree.replace(">", f' title="{line}">')
+        assert context == dict(furo_navigation_tree=told, body=(told if named else tree) + body)
+
+def test_a_page_that_was_not_written_is_an_error(conf, tmp_path):
+    (tmp_path/"a").touch()
+    builder = SimpleNamespace(format="html", get_outfilename=lambda d: tmp_path/d)
+    app = SimpleNamespace(builder=builder, env=SimpleNamespace(found_docs={"a"}))
+    conf.check_written(app, None)
+    app.env.found_docs |= {"b"}
+    conf.check_written(app, OSError())        # there is an error already
+    with pytest.raises(RuntimeError, match="not written: b;"): conf.check_written(app, None)
+
+def test_a_line_in_the_colour_of_a_rank_is_seen_on_white():
+    css = (ROOT/"docs"/"_static"/"cpkv.css").read_text(encoding="utf-8")
+    light = dict(re.findall(r"(--rank-\d): (#\w+);", css.split("\nbody {", 1)[1].split("}", 1)[0]))
+    pale = [c for c in PALETTE if contrast(c, "#FFFFFF") < 3]
+    for rank, color in enumerate(PALETTE):
+        for what in ("stroke", "fill"):
+            rule = f'path[{what}="{color}"] {{ {what}: var(--rank-{rank}); }}'
+            assert (rule in css) == (color in pale)
+    assert len(light) == len(pale) > 0 and all(contrast(c, "#FFFFFF") >= 3 for c in light.values())

@@ -1,19 +1,22 @@
 """Laws of evidence where it is used: same bits with it, a proof from a real run, faults that it shows"""
 import dataclasses
 import json
+from functools import partial
 
 import numpy as np
 import pytest
 import torch
 
 import cpkv.reader
+from cpkv import cli
+from cpkv import demo as demo_chapter
 from cpkv.cli import main
 from cpkv.demo import run_demo
 from cpkv.engine import Engine, generate
 from cpkv.request import EngineConfig
-from cpkv.evidence import STAGES, Marks
+from cpkv.evidence import END, STAGES, Marks, end_run
 from cpkv.inspect import inspect_trace
-from cpkv.laws import ConservationError, PageIdError, OrderError
+from cpkv.laws import ConservationError, PageIdError, OrderError, RankDied
 from cpkv.launch import run_ranks
 from cpkv.model import TINY, Model, parse_config, random_weights
 from cpkv.ops.table import REF
@@ -25,6 +28,13 @@ def demo(backend, monkeypatch, debug):
     monkeypatch.setenv("CPKV_DEBUG", debug)
     return run_demo(text=TEXT, cp=2, num_output=3, backend=backend, timeout=60,
                     engine=dict(page_size=16, chunk=256))
+
+def traced(fn, path, *args):
+    "A run of two threads that writes a trace, with its end"
+    gates = {"CPKV_DEBUG": f"trace:{path}"}
+    run_ranks(fn, 2, *args, backend="local", env=[gates] * 2)
+    end_run(gates)
+    return inspect_trace(path)
 
 def engine_of(peers, sizes=SIZES):
     config, world = parse_config(TINY), peers.world()
@@ -44,13 +54,15 @@ def test_a_traced_run_has_the_same_bits_and_proves_itself(monkeypatch, tmp_path)
     path = tmp_path/"t.jsonl"
     off, on = demo("gloo", monkeypatch, "0"), demo("gloo", monkeypatch, f"trace:{path}")
     assert on == off and on["ok"]
+    assert inspect_trace(path)["faults"][0].startswith("the run did not end")  # nobody said so
+    end_run({"CPKV_DEBUG": f"trace:{path}"})
     r = inspect_trace(path)
     assert r["ok"] and r["sharded"] == dict(latent=True, index=True), r["faults"]
     prefill = [p for p in r["pools"] if p["role"] == "prefill"]
     assert [p["rank"] for p in prefill] == [0, 1]
     assert all(p["pool_bytes"] < p["replicated_bytes"] for p in prefill)
     kinds = {json.loads(x)["kind"] for x in path.read_text().splitlines()}
-    assert kinds == {"pool", "register", "write", "send", "recv", "commit", "publish", "match"}
+    assert kinds == {"pool", "register", "write", "send", "recv", "commit", "publish", "match", "end"}
     lines = path.read_text().splitlines(keepends=True)
     path.write_text("".join(lines[:9] + lines[10:]))
     assert main(["inspect", str(path)]) in (1, 2)
@@ -86,8 +98,7 @@ def test_a_store_list_that_leaks_is_found(monkeypatch, tmp_path, placement):
         with pytest.raises(PageIdError): run_ranks(prefill, 2, backend="local")
         return
     sizes = dataclasses.replace(SIZES, placement=placement)
-    run_ranks(prefill, 2, 200, sizes, backend="local", env=[{"CPKV_DEBUG": f"trace:{path}"}] * 2)
-    r = inspect_trace(path)
+    r = traced(prefill, path, 200, sizes)
     assert not r["ok"] and any("of latent has two writers" in f for f in r["faults"])
     assert any("owner 1 has pages of others" in f for f in r["faults"])
 
@@ -98,9 +109,7 @@ def test_a_replicated_reader_is_not_sharded(tmp_path):
                              reader="replicated", placement="cyclic")
         engine = Engine(world, Model(config, random_weights(config, 0), REF), sizes)
         generate(engine, 0, np.arange(100), 2)
-    path = tmp_path/"t.jsonl"
-    run_ranks(run, 2, backend="local", env=[{"CPKV_DEBUG": f"trace:{path}"}] * 2)
-    r = inspect_trace(path)
+    r = traced(run, tmp_path/"t.jsonl")
     assert r["ok"] and not any(r["sharded"].values())
 
 def test_ranks_that_match_differently_part_there(tmp_path):
@@ -112,10 +121,44 @@ def test_ranks_that_match_differently_part_there(tmp_path):
             engine.finish(r)
         if peers.rank == 1: engine.tree.evict(1)
         engine.begin(2, np.arange(50))
-    path = tmp_path/"t.jsonl"
-    run_ranks(run, 2, backend="local", env=[{"CPKV_DEBUG": f"trace:{path}"}] * 2)
-    d = inspect_trace(path)["first_difference"]
+    d = traced(run, tmp_path/"t.jsonl")["first_difference"]
     assert d is not None and (d["kind"], d["ranks"]) == ("match", (0, 1))
+
+def main_job(monkeypatch, path):
+    "The program on threads, shorter, with a trace"
+    monkeypatch.setattr(cli, "run_demo", partial(run_demo, backend="local", num_output=2))
+    monkeypatch.setenv("CPKV_DEBUG", f"trace:{path}")
+    text = path.with_suffix(".txt")
+    text.write_bytes(TEXT[:100])
+    return main(["demo", "--file", str(text), "--host-bytes", "0"])  # no copy thread of a rank that dies
+
+def test_the_program_says_the_end_of_its_run(monkeypatch, tmp_path, capsys):
+    path = tmp_path/"t.jsonl"
+    for runs in (1, 2):
+        assert main_job(monkeypatch, path) == 0
+        r = inspect_trace(path)
+        assert r["ok"] and r["ended"] and r["runs"] == runs
+    assert path.read_text().count(END) == 2 and main(["inspect", str(path)]) == 0
+
+def test_a_run_whose_rank_died_proves_nothing(monkeypatch, tmp_path, capsys):
+    path, real = tmp_path/"t.jsonl", demo_chapter._hand_off
+    def dies(peers, engine, r, first_token, job):
+        if peers.rank == 1 and r.request == 1: raise RankDied("rank 1 died: SIGKILL", rank=1)
+        return real(peers, engine, r, first_token, job)
+    monkeypatch.setattr(demo_chapter, "_hand_off", dies)
+    assert main_job(monkeypatch, path) == 3
+    capsys.readouterr()
+    assert main(["inspect", str(path)]) == 1
+    out, err = capsys.readouterr()
+    assert err.count("\n") == 1 and "the run did not end" in err and "not proved" in out
+
+def test_the_first_lines_of_a_trace_prove_nothing(monkeypatch, tmp_path, capsys):
+    path = tmp_path/"t.jsonl"
+    assert main_job(monkeypatch, path) == 0
+    lines = path.read_text().splitlines(keepends=True)
+    for n in (1, 50, len(lines) - 1):
+        path.write_text("".join(lines[:n]))
+        assert main(["inspect", str(path)]) == 1 and "the run did not end" in capsys.readouterr().err
 
 class Heard(list):
     def range_start(self, name):
