@@ -3,10 +3,14 @@
 The source folder is the root of the checkout, so a relative link means the same here, in Jupyter
 and on a forge: `sphinx-build -c docs . docs/_build/html` (`make site`).
 """
-import hashlib, os, shutil, sys
+import hashlib, os, re, shutil, sys
 from configparser import ConfigParser
+from functools import cache
+from html import escape
 from importlib.metadata import distribution
 from pathlib import Path
+
+from docutils import nodes
 
 DOCS = Path(__file__).resolve().parent
 ROOT = DOCS.parent
@@ -81,7 +85,9 @@ html_theme = "furo"
 html_title = project
 html_static_path = ["_static"]
 html_extra_path = ["_extra"]
-html_css_files = ["cpkv.css"]
+html_css_files, html_js_files = ["cpkv.css"], ["contents.js"]
+html_show_search_summary = False      # it would fetch pages, which no browser does from disk
+html_search_scorer = str(DOCS/"_static"/"scorer.js")
 html_copy_source = html_show_sourcelink = html_show_sphinx = False
 html_theme_options = {
     "navigation_with_keys": True,
@@ -92,3 +98,43 @@ pygments_style, pygments_dark_style = "friendly", "monokai"
 copybutton_exclude = ".linenos, .gp, .go"
 
 if os.environ.get("CPKV_LINKCHECK") != "online": linkcheck_ignore = [r"https?://"]
+
+
+REPORT = re.compile(r"(?:([\w.-]+)/)?([\w.-]+)#(\d+)")
+OWNERS = {"Mooncake": "kvcache-ai"}   # of projects that are named without theirs
+
+def shape_tables(app, doctree) -> None:
+    "A table is classed by its last heading (cpkv.css); a report leads to its tracker"
+    for table in doctree.findall(nodes.table):
+        heads, *rows = [list(r.findall(nodes.entry)) for r in table.findall(nodes.row)]
+        names = [h.astext() for h in heads]
+        table["classes"] += [nodes.make_id(names[-1]), f"columns-{len(names)}"]
+        for entry in [row[names.index("report")] for row in rows if "report" in names]:
+            if m := REPORT.fullmatch(entry.astext()):
+                url = f"https://github.com/{m[1] or OWNERS[m[2]]}/{m[2]}/issues/{m[3]}"
+                entry[0][:] = [nodes.reference("", m[0], refuri=url, internal=False)]
+
+@cache
+def one_lines() -> dict[str, str]:
+    import floors                     # tools/ is on the path now
+    return {c.stem: c.summary for c in floors.chapters(ROOT)}
+
+def tell_chapters(app, pagename, templatename, context, doctree) -> None:
+    "A chapter's one line where a pointer rests on its name: sidebar, house and floors"
+    def told(m: re.Match) -> str:
+        line = one_lines().get(m[1])
+        return f'{m[0]} title="{escape(line)}"' if line else m[0]
+    for part in ("furo_navigation_tree", "body"):
+        if part == "body" and pagename not in (root_doc, "docs/floors"): continue
+        context[part] = re.sub(r'href="[^"#]*?(\w+)\.html"', told, context[part])
+
+def check_written(app, exception) -> None:
+    "With -j a process that fails can go unseen, and its pages are missing"
+    if exception or app.builder.format != "html": return
+    lost = [d for d in app.env.found_docs if not Path(app.builder.get_outfilename(d)).exists()]
+    if lost: raise RuntimeError(f"not written: {', '.join(sorted(lost))}; build without -j")
+
+def setup(app) -> None:
+    app.connect("doctree-read", shape_tables)
+    app.connect("html-page-context", tell_chapters, priority=900)   # after the theme
+    app.connect("build-finished", check_written)

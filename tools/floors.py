@@ -1,14 +1,14 @@
 """The floor rule: a chapter imports only chapters whose prefix sorts before its own
 
 Reads the notebooks (prefix and `default_exp`) and the imports of their exported cells and of the
-modules they made. Writes the picture of it, `docs/floors.md`; `--check` only compares.
+modules they made. Writes what stands on what, `docs/floors.md`; `--check` only compares.
 """
 import ast, json, re, sys
 from dataclasses import dataclass, field
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-PICTURE = "docs/floors.md"
+PAGE = "docs/floors.md"
 STEM = re.compile(r"(\d+[a-z]*)_\w+$")
 BANDS = [("system", 17), ("memory policy", 13), ("mechanism", 5), ("ground", 0)]   # from the top
 
@@ -109,37 +109,37 @@ def bands(book: list[Chapter]) -> list[tuple[str, list[Chapter]]]:
             for name, _ in BANDS]
     return [(name, cs) for name, cs in rows if cs]
 
-def drawing(book: list[Chapter]) -> str:
+def page(book: list[Chapter]) -> str:
     "docs/floors.md"
+    below: dict[str, list[Chapter]] = {}
+    for c, d in sorted(direct(book), key=lambda e: e[1].prefix):
+        below.setdefault(c.stem, []).append(d)
+    def link(c: Chapter, text: str) -> str: return f"[{text}](../nbs/{c.stem}.ipynb)"
     lines = ["# The floors", "",
              "<!-- made by tools/floors.py: `make readme` writes it anew -->", "",
              "A chapter imports only chapters whose prefix sorts before its own "
              "(`02a < 02z < 03 < 11 < 11b`).",
              "`tools/floors.py` reads the notebooks and the modules they export, "
-             "draws this page and fails on an upward import.", ""]
+             "writes this page and fails on an upward import.", "",
+             "*Stands on* names the chapters that one imports; "
+             "what a longer way down already implies is left out.", ""]
     for name, cs in bands(book):
         lines += [f"## {name.capitalize()}", "",
-                  "| floor | chapter | in one line |", "|---|---|---|"]
-        lines += [f"| {c.prefix} | [{c.title}](../nbs/{c.stem}.ipynb) | {c.summary} |"
+                  "| floor | chapter | in one line | stands on |", "|---|---|---|---|"]
+        lines += [f"| {c.prefix} | {link(c, c.title)} | {c.summary} | "
+                  f"{' '.join(link(d, d.prefix) for d in below.get(c.stem, [])) or 'nothing'} |"
                   for c in reversed(cs)]
         lines.append("")
-    lines += ["## What stands on what", "",
-              "An arrow leads from a chapter to one that it imports; "
-              "what a longer way already implies is left out.", "", "```mermaid", "flowchart TB"]
-    for name, cs in bands(book):
-        lines.append(f"  subgraph {name.replace(' ', '_')}[{name}]")
-        lines += [f'    c{c.prefix}["{c.stem}"]' for c in cs] + ["  end"]
-    lines += [f"  c{c.prefix} --> c{d.prefix}" for c, d in direct(book) if not is_tour(c)]
-    return "\n".join([*lines, "```", ""])
+    return "\n".join(lines)
 
 def main() -> None:
     book = chapters()
     bad = violations(book)
     if bad: sys.exit("\n".join(bad))
-    path, text = ROOT/PICTURE, drawing(book)
+    path, text = ROOT/PAGE, page(book)
     if "--check" not in sys.argv: path.write_text(text, encoding="utf-8")
     elif not path.exists() or path.read_text(encoding="utf-8") != text:
-        sys.exit(f"{PICTURE} is not what the notebooks say: run `make readme`")
+        sys.exit(f"{PAGE} is not what the notebooks say: run `make readme`")
     print(f"floors: {len(book)} chapters, {len(edges(book))} imports, all downwards")
 
 if __name__ == "__main__": main()
