@@ -5,6 +5,7 @@
 - `cpkv.attention`: Sparse attention over a view: choose the keys of every query, then attend to those alone
 - `cpkv.bench`: Numbers with a unit, taken on request and never in a test
 - `cpkv.cli`: Options, JSON and exit codes; each command's work is in the chapter that it is about
+- `cpkv.compare`: What of a turn is not what the oracle and the plans say
 - `cpkv.compute_owner`: Phase 5: pages live where they are computed, and are written there directly
 - `cpkv.config`: What a model is made of, from its `config.json`: sizes, kinds of layers, rotation, weights
 - `cpkv.copies`: Pages to the host and back, beside the step and never in its way
@@ -59,6 +60,7 @@
 - `cpkv.small`: One rank of a world so small that all that can happen in it can be told
 - `cpkv.split`: Who computes which tokens of a batch
 - `cpkv.step`: Copies that move when told, and states that can be put back
+- `cpkv.talks`: A document that everybody may copy, and the conversations that are held about it
 - `cpkv.tensors`: Named tensors in safetensors files: found by name, checked by their headers, read by memory map
 - `cpkv.tiers`: What an engine asks of its cache's tiers: one of them, or two
 - `cpkv.world`: The only way to other ranks"""

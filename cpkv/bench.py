@@ -36,7 +36,7 @@ from .alloc import PageAllocator, alloc_8x8192_ms
 from .compute_owner import NO_BASE, Chain, Dealt, classes, split_batch
 from .config import TINY, parse_config
 from .copies import bench_copies
-from .demo import as_tokens, shipped_text
+from .talks import as_tokens, shipped_text
 from .engine import Engine
 from .request import EngineConfig, greedy
 from .evidence import refuse_numbers

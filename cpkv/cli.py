@@ -30,7 +30,8 @@ from typing import Any, NamedTuple, NoReturn
 
 from . import __version__
 from .bench import run_bench
-from .demo import TALKS, read_text, run_demo
+from .demo import run_demo
+from .talks import TALKS, read_text
 from .doctor import run_doctor
 from .evidence import check_gates, gates_of, trace_file
 from .inspect import inspect_text, inspect_trace

@@ -23,7 +23,7 @@ import numpy as np
 import torch
 
 from . import __version__
-from .demo import shipped_text
+from .talks import shipped_text
 from .memory import memory_bytes
 from .evidence import check_gates, gates_of
 from .laws import ConfigError, CpkvError

@@ -34,7 +34,8 @@ import torch
 
 from .all_gather import ForwardPlan
 from .config import ModelConfig, num_weights, parse_config
-from .demo import PROCESS_BYTES, as_tokens, rest_bytes, shipped_text, wait_seconds
+from .demo import PROCESS_BYTES, rest_bytes, wait_seconds
+from .talks import as_tokens, shipped_text
 from .memory import memory_bytes
 from .draw import Svg, bars, stack, table
 from .engine import Engine

@@ -19,7 +19,7 @@ __all__ = ['UNITS', 'columns', 'show_demo', 'show_doctor', 'with_unit', 'show_be
 from collections.abc import Sequence
 from typing import Any
 
-from .demo import differences
+from .compare import differences
 from .ladder import is_equal, write_of
 from .measure import bytes_text
 

@@ -12,7 +12,8 @@ import torch
 
 from cpkv import cli, demo, doctor, ladder
 from cpkv.cli import COMMANDS, finite, main
-from cpkv.demo import FOLLOW_UP, find_model, shipped_text
+from cpkv.demo import find_model
+from cpkv.talks import FOLLOW_UP, shipped_text
 from cpkv.options import OPTIONS
 from cpkv.laws import CapacityError, ConservationError, InputError, RankDied, WaitTimeout
 

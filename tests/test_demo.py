@@ -9,9 +9,10 @@ import pytest
 import torch
 
 from cpkv import demo, handoff
-from cpkv.demo import (FOLLOW_UP, PROCESS_BYTES, conversation_tokens, differences, find_model,
-                       name_roles, next_prompt, pools_bytes, prepare, read_text, role_of, run_demo,
-                       shipped_text, wait_seconds)
+from cpkv.compare import differences
+from cpkv.demo import (PROCESS_BYTES, find_model, name_roles, pools_bytes, prepare, role_of,
+                       run_demo, wait_seconds)
+from cpkv.talks import FOLLOW_UP, conversation_tokens, next_prompt, shipped_text
 from cpkv.memory import memory_bytes
 from cpkv.engine import Engine
 from cpkv.request import EngineConfig
@@ -333,18 +334,6 @@ def test_refused_before_a_rank_starts(monkeypatch, more, error, match):
 def test_a_good_job_would_start(monkeypatch):
     monkeypatch.setattr(demo, "run_ranks", no_ranks)
     with pytest.raises(AssertionError, match="were started"): run_demo(text=TEXT[:90])
-
-def test_texts_that_cannot_be_read(tmp_path):
-    (tmp_path/"empty").touch()
-    bad = (("no/such", "No such file"), (tmp_path, "directory"), (tmp_path/"empty", "empty"))
-    for path, why in bad:
-        with pytest.raises(InputError, match=why): read_text(str(path))
-    (tmp_path/"any").write_bytes(b"\xff\x00\xfe")
-    assert read_text(str(tmp_path/"any")) == b"\xff\x00\xfe"
-
-def test_a_changed_document_is_noticed(monkeypatch):
-    monkeypatch.setattr(demo, "TEXT_SHA256", "0" * 64)
-    with pytest.raises(InputError, match="changed"): read_text(None)
 
 def test_a_vocabulary_without_bytes(tmp_path, monkeypatch):
     monkeypatch.setattr(demo, "load_checkpoint",

@@ -7,7 +7,7 @@ import pytest
 
 from cpkv import bench, cli, demo, doctor, ladder
 from cpkv.cli import COMMANDS, main
-from cpkv.demo import shipped_text
+from cpkv.talks import shipped_text
 from cpkv.laws import ConservationError
 from floors import ROOT
 

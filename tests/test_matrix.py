@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from cpkv.compute_owner import PLACEMENTS, SPLITTERS
-from cpkv.demo import run_demo, shipped_text
+from cpkv.demo import run_demo
+from cpkv.talks import shipped_text
 from cpkv.engine import Engine, generate
 from cpkv.request import EngineConfig
 from cpkv.laws import ConfigError
