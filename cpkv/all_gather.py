@@ -31,9 +31,9 @@ import torch
 
 from .laws import ConservationError, InputError, OwnershipError, PageIdError
 from .layout import PageLayout
+from .ledger import gather_bytes
 from .ops.dense import pad_rows
 from .split import Extend, Split
-from .ledger import gather_bytes
 
 # %% ../nbs/06_all_gather.ipynb #24fafb60
 def chunk_bytes(

@@ -30,30 +30,30 @@ import numpy as np
 import torch
 
 from .all_gather import ForwardPlan, direct_rows, owned_rows, upload
-from .split import Extend, Split
-from .split import zigzag_split
 from .alloc import PageAllocator, alloc_8x8192_ms
 from .compute_owner import NO_BASE, Chain, Dealt, classes, split_batch
 from .config import TINY, parse_config
 from .copies import bench_copies
-from .talks import as_tokens, shipped_text
 from .engine import Engine
-from .request import EngineConfig, greedy
 from .evidence import refuse_numbers
 from .hicache import agreement_us
 from .launch import run_ranks
 from .laws import InputError, LawError
 from .layout import PageLayout, owner_loc_ms
+from .ledger import gather_bytes
 from .measure import best_seconds, yardstick
 from .model import Model, load_checkpoint, random_weights, save_checkpoint
 from .ops.table import REF
 from .page_split import page_split
 from .pool import PayloadDims, Pool, format_of
 from .reader import Reader, Session, run_to_end
-from .scratch import Scratch
+from .request import EngineConfig, greedy
 from .residency import bench_radix
+from .scratch import Scratch
 from .shared_kv import ChunkReuse, FullView, probe_pages, probe_plan
-from .ledger import gather_bytes
+from .split import Extend, Split
+from .split import zigzag_split
+from .talks import as_tokens, shipped_text
 from .world import Handle, Peers, Solo
 
 # %% ../nbs/20_bench.ipynb #59476a15

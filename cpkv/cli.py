@@ -31,7 +31,6 @@ from typing import Any, NamedTuple, NoReturn
 from . import __version__
 from .bench import run_bench
 from .demo import run_demo
-from .talks import TALKS, read_text
 from .doctor import run_doctor
 from .evidence import check_gates, gates_of, trace_file
 from .inspect import inspect_text, inspect_trace
@@ -40,6 +39,7 @@ from .laws import CpkvError, InputError
 from .options import MOST, check_json_path, check_together, check_value, options_of
 from .report import (show_bench, show_demo, show_doctor, show_ladder, wrong_demo,
                          wrong_doctor, wrong_inspect, wrong_ladder)
+from .talks import TALKS, read_text
 
 # %% ../nbs/21_cli.ipynb #9e2df676
 def _run_demo(c: dict[str, Any]) -> dict[str, Any]:

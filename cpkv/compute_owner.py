@@ -27,12 +27,12 @@ from functools import partial
 
 import numpy as np
 
-from .split import Extend, Split, interleave_split, zigzag_split
 from .alloc import PageAllocator, cyclic_classes, pick_base
 from .laws import CapacityError, ConfigError, InputError, OwnershipError
 from .layout import PageLayout
-from .page_split import page_split
 from .ledger import gather_bytes
+from .page_split import page_split
+from .split import Extend, Split, interleave_split, zigzag_split
 
 # %% ../nbs/09_compute_owner.ipynb #4ea0822f
 def hit_pages(

@@ -35,11 +35,11 @@ from .copy_thread import (CopyThread, CpuMover, CudaMover, Done, Failed, Gate, K
                               copy_bytes, cut_runs, find_runs)
 from .draw import Svg, lanes
 from .host_pool import Claims, HostPool, Use, pinned_bytes, plain_bytes
-from .payload import check_pool, payload_of
 from .laws import (ConservationError, InputError, LeaseError, OrderError, OwnershipError,
                        PageIdError, PeerError, ResidencyError, WaitTimeout)
 from .layout import PageLayout, check_pages
 from .measure import timed
+from .payload import check_pool, payload_of
 from .pool import FORMATS, PayloadDims, Pool
 
 # %% ../nbs/14aa_copies.ipynb #50ee2bff

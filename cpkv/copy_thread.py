@@ -34,9 +34,9 @@ import numpy as np
 import torch
 
 from .host_pool import HostPool, hash_pages
-from .payload import payload_of
 from .laws import ResidencyError, WaitTimeout
 from .layout import PageLayout
+from .payload import payload_of
 from .pool import FORMATS, PayloadDims, Pool
 
 # %% ../nbs/14a_copy_thread.ipynb #fa842569

@@ -37,12 +37,11 @@ import torch
 from .compare import compare_turn, differences
 from .compute_owner import check_choice
 from .engine import Engine, decode
-from .request import EngineConfig, Request, greedy
 from .evidence import check_gates, end_run
 from .handoff import (page_digests, pool_facts, recv_pages, send_pages, send_plan,
                           tell_register)
-from .laws import CapacityError, ConfigError, CpkvError, InputError
 from .launch import run_ranks
+from .laws import CapacityError, ConfigError, CpkvError, InputError
 from .layer_split import READERS
 from .layout import PageLayout
 from .measure import bytes_text
@@ -53,6 +52,7 @@ from .mtp import Draft, brings_draft, load_draft
 from .nextn import draft_config, load_nextn, random_nextn
 from .ops.table import REF
 from .pool import format_of, rank_bytes, token_bytes
+from .request import EngineConfig, Request, greedy
 from .talks import NUM_OUTPUT, TALKS, conversation_tokens, first_prompts, next_prompt
 from .world import Peers, Solo
 

@@ -23,12 +23,12 @@ import numpy as np
 import torch
 
 from . import __version__
-from .talks import shipped_text
-from .memory import memory_bytes
 from .evidence import check_gates, gates_of
-from .laws import ConfigError, CpkvError
 from .launch import run_ranks
+from .laws import ConfigError, CpkvError
 from .measure import bytes_text
+from .memory import memory_bytes
+from .talks import shipped_text
 from .world import Peers
 
 # %% ../nbs/20b_doctor.ipynb #22eb7d62

@@ -28,7 +28,6 @@ import numpy as np
 import torch
 
 from .all_gather import ForwardPlan
-from .split import Extend, Split
 from .alloc import Holder, PageAllocator
 from .compute_owner import Chain, Dealt, check_choice, classes, split_batch
 from .evidence import buffer_facts, page_facts
@@ -46,6 +45,7 @@ from .radix import NO_MATCH, Match, RadixTree
 from .request import (NO_PAGES, Choose, Computed, EngineConfig, Ready, Request, greedy,
                           greedy_each, next_stop)
 from .scratch import Scratch
+from .split import Extend, Split
 from .tiers import DeviceAndHost, DeviceOnly, HostConfig, LoadFailed
 from .world import World
 

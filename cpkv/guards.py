@@ -26,9 +26,9 @@ from .copy_thread import Kind
 from .draw import Svg, table
 from .explore import Explored, explore
 from .hicache import HiCache
-from .payload import Payload, budget_pages
 from .laws import ResidencyError
 from .nodes import NO_OP, Moves, Node, Nodes, Residency, Tier
+from .payload import Payload, budget_pages
 from .residency import Operations
 from .settle import NONE, Endings
 from .small import Action, Bounds

@@ -35,17 +35,16 @@ import torch
 from .all_gather import ForwardPlan
 from .config import ModelConfig, num_weights, parse_config
 from .demo import PROCESS_BYTES, rest_bytes, wait_seconds
-from .talks import as_tokens, shipped_text
-from .memory import memory_bytes
 from .draw import Svg, bars, stack, table
 from .engine import Engine
-from .request import Choose, Computed, EngineConfig, Ready, next_stop
 from .evidence import refuse_numbers
 from .launch import run_ranks
 from .laws import CapacityError, InputError
 from .layer_split import READERS, capacity_ratio
 from .layout import PageLayout
+from .ledger import Entry
 from .measure import bytes_text
+from .memory import memory_bytes
 from .model import Model
 from .mtp import Draft, NoDraft
 from .nextn import NextN, draft_config
@@ -53,7 +52,8 @@ from .ops.table import REF, Ops
 from .pool import format_of, pool_tokens, token_bytes
 from .presets import Source, find_source
 from .reader import Session, run_to_end
-from .ledger import Entry
+from .request import Choose, Computed, EngineConfig, Ready, next_stop
+from .talks import as_tokens, shipped_text
 from .world import Peers, Solo, World
 
 # %% ../nbs/20a_ladder.ipynb #46d63cad

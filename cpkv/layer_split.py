@@ -23,13 +23,13 @@ import numpy as np
 import torch
 
 from .all_gather import ForwardPlan
-from .split import token_cuts
 from .laws import ConfigError
+from .ledger import broadcast_bytes
 from .pool import Buffer, Pool
 from .reader import VIEW, Arrive, Reader, is_here, most_rows, of_layer, widths
 from .scratch import ALIGN
 from .shared_kv import READERS as BY_PAGE, FullView, FullViewSession
-from .ledger import broadcast_bytes
+from .split import token_cuts
 from .world import World
 
 # %% ../nbs/07a_layer_split.ipynb #b65b9627

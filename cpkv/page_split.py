@@ -24,9 +24,9 @@ from dataclasses import replace
 
 import numpy as np
 
-from .split import Extend, Split, bounds_of, fold, zigzag_of, zigzag_split
 from .draw import Svg, strip
 from .laws import InputError
+from .split import Extend, Split, bounds_of, fold, zigzag_of, zigzag_split
 
 # %% ../nbs/08_page_split.ipynb #534ed88d
 def computed_by(split: Split, page_size: int, index: int = 0) -> np.ndarray:

@@ -27,8 +27,8 @@ import numpy as np
 import torch
 
 from .engine import Engine
-from .request import Computed, Ready, Request, next_stop
 from .laws import CapacityError, InputError, OrderError
+from .request import Computed, Ready, Request, next_stop
 from .sample import Sampling, logprobs_of, sample
 from .tiers import LoadFailed
 

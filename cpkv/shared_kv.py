@@ -27,15 +27,15 @@ import numpy as np
 import torch
 
 from .all_gather import ForwardPlan, runs
-from .split import Extend, Split, zigzag_split
 from .laws import ConservationError
 from .layout import PageLayout
+from .ledger import gather_bytes
 from .ops.table import REF
 from .pool import POISON, PayloadDims, Pool, format_of
 from .reader import Arrive, EXCHANGE, Reader, Session, VIEW, is_here, of_layer
-from .scratch import ALIGN, Scratch
 from .reader import run_to_end, widths
-from .ledger import gather_bytes
+from .scratch import ALIGN, Scratch
+from .split import Extend, Split, zigzag_split
 from .world import Peers
 
 # %% ../nbs/07_shared_kv.ipynb #46ca80f0

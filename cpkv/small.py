@@ -27,13 +27,13 @@ from typing import Any
 
 import numpy as np
 
+from .alloc import Holder
 from .copy_thread import CpuMover, Kind
 from .hicache import Answer, HiCache
-from .payload import payload_of
 from .laws import BudgetError, ResidencyError
-from .alloc import Holder
 from .layout import PageLayout
 from .nodes import Node, Residency, Tier
+from .payload import payload_of
 from .pool import FORMATS, POISON, PayloadDims, Pool
 from .radix import Match, RadixTree
 from .settle import End

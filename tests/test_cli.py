@@ -13,9 +13,9 @@ import torch
 from cpkv import cli, demo, doctor, ladder
 from cpkv.cli import COMMANDS, finite, main
 from cpkv.demo import find_model
-from cpkv.talks import FOLLOW_UP, shipped_text
-from cpkv.options import OPTIONS
 from cpkv.laws import CapacityError, ConservationError, InputError, RankDied, WaitTimeout
+from cpkv.options import OPTIONS
+from cpkv.talks import FOLLOW_UP, shipped_text
 
 COMMAND = [sys.executable, "-c", "import sys; from cpkv.cli import main; sys.exit(main())"]
 MARK = "MARK_OF_THIS_TEST"

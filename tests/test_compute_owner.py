@@ -9,7 +9,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cpkv.all_gather import direct_rows, owned_rows
-from cpkv.split import Extend, interleave_split, zigzag_split
 from cpkv.alloc import Holder, PageAllocator, pick_base
 from cpkv.compute_owner import (NO_BASE, PLACEMENTS, SPLITTERS, Chain, blind, blind_split, check_choice, fullest,
                                 classes, computing_ranks, counted, deal, fill, grow, hit_pages, split_batch,
@@ -21,6 +20,7 @@ from cpkv.layout import PageLayout
 from cpkv.page_split import page_split
 from cpkv.reader import Reader
 from cpkv.shared_kv import PROBE_LAYERS, ChunkReuse, FullView, probe_plan, probe_reader, reuse_pages
+from cpkv.split import Extend, interleave_split, zigzag_split
 
 
 @st.composite

@@ -13,11 +13,11 @@ from cpkv.alloc import Holder, PageAllocator
 from cpkv.copies import Copies, bench_copies
 from cpkv.copy_thread import ACK, Done, Failed, Hold, Kind, cut_runs, find_runs, probe_pools
 from cpkv.host_pool import FORMS, HostPool, hash_pages, pinned_bytes
-from cpkv.payload import payload_of
+from cpkv.launch import run_ranks
 from cpkv.laws import (CapacityError, ConfigError, ConservationError, InputError, LeaseError,
                        OrderError, OwnershipError, PageIdError, PeerError, ResidencyError,
                        WaitTimeout)
-from cpkv.launch import run_ranks
+from cpkv.payload import payload_of
 from cpkv.pool import Pool
 
 LAYERS = 3

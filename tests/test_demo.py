@@ -12,13 +12,13 @@ from cpkv import demo, handoff
 from cpkv.compare import differences
 from cpkv.demo import (PROCESS_BYTES, find_model, name_roles, pools_bytes, prepare, role_of,
                        run_demo, wait_seconds)
-from cpkv.talks import FOLLOW_UP, conversation_tokens, next_prompt, shipped_text
-from cpkv.memory import memory_bytes
 from cpkv.engine import Engine
-from cpkv.request import EngineConfig
 from cpkv.laws import CapacityError, ConfigError, ConservationError, CpkvError, InputError
+from cpkv.memory import memory_bytes
 from cpkv.model import TINY, parse_config
+from cpkv.request import EngineConfig
 from cpkv.shared_kv import FullView
+from cpkv.talks import FOLLOW_UP, conversation_tokens, next_prompt, shipped_text
 
 TEXT = shipped_text()
 LATENT, INDEX = (32 + 16) * 4, 32 * 4                # bytes of a row of the tiny model in fp32

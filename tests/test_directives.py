@@ -10,19 +10,19 @@ import torch
 
 import cpkv.reader
 from cpkv.all_gather import ForwardPlan, owned_rows
-from cpkv.split import Extend, zigzag_of
 from cpkv.cli import main
 from cpkv.engine import Engine, generate
-from cpkv.request import EngineConfig
 from cpkv.handoff import send_plan
-from cpkv.laws import ConfigError
 from cpkv.launch import run_ranks
+from cpkv.laws import ConfigError
 from cpkv.layout import PageLayout
 from cpkv.model import TINY, Model, parse_config, random_weights
 from cpkv.ops.table import REF
 from cpkv.pool import FORMATS, Pool
+from cpkv.request import EngineConfig
 from cpkv.scratch import Scratch
 from cpkv.shared_kv import PROBE_DIMS, READERS
+from cpkv.split import Extend, zigzag_of
 from cpkv.world import Solo
 
 ROOT = Path(__file__).parent.parent

@@ -7,11 +7,11 @@ import torch
 
 from cpkv.alloc import Holder
 from cpkv.engine import Engine, generate
-from cpkv.request import EngineConfig
-from cpkv.laws import CapacityError, InputError, OrderError, ResidencyError
 from cpkv.launch import run_ranks
+from cpkv.laws import CapacityError, InputError, OrderError, ResidencyError
 from cpkv.model import TINY, Model, parse_config, random_weights
 from cpkv.ops.table import REF
+from cpkv.request import EngineConfig
 from cpkv.world import Solo
 
 CONFIG = parse_config(TINY, layers=3)

@@ -11,27 +11,27 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cpkv.all_gather import ForwardPlan, owned_rows
-from cpkv.split import Extend, SPLITS, interleave_split, zigzag_of, zigzag_split
 from cpkv.alloc import Holder, PageAllocator, cyclic_classes
 from cpkv.cli import make_parser, parse
-from cpkv.options import OPTIONS
 from cpkv.compute_owner import SPLITTERS
 from cpkv.engine import Engine, generate
-from cpkv.request import Computed, EngineConfig, greedy
 from cpkv.handoff import pack_pages, page_digests, place_pages, recv_pages, send_pages, send_plan
-from cpkv.laws import CapacityError, ConfigError, InputError, OrderError, PageIdError
 from cpkv.launch import run_ranks
+from cpkv.laws import CapacityError, ConfigError, InputError, OrderError, PageIdError
 from cpkv.layout import PageLayout
+from cpkv.ledger import LANES
 from cpkv.model import TINY, Model, parse_config, random_weights
 from cpkv.ops.table import REF
+from cpkv.options import OPTIONS
 from cpkv.page_split import page_split
 from cpkv.pool import FORMATS, POISON, PayloadDims, Pool
 from cpkv.reader import Reader, run_to_end
-from cpkv.scratch import Scratch
+from cpkv.request import Computed, EngineConfig, greedy
 from cpkv.schedule import Scheduler, Want
+from cpkv.scratch import Scratch
 from cpkv.shared_kv import (PROBE_DIMS, PROBE_LAYERS, READERS, probe_pages, probe_plan, probe_reader,
                             probe_steps)
-from cpkv.ledger import LANES
+from cpkv.split import Extend, SPLITS, interleave_split, zigzag_of, zigzag_split
 from cpkv.world import Solo
 
 ROOT = Path(__file__).parent.parent

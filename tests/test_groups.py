@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 import rank_functions as rf
 from cpkv.groups import FRAME_TAG, Mail, bytes_of, check_backend, frame_bytes, peer_error, tag_of
-from cpkv.laws import ConfigError, OrderError, PeerError, WaitTimeout
 from cpkv.launch import loopback, run_ranks, start_server
+from cpkv.laws import ConfigError, OrderError, PeerError, WaitTimeout
 
 @pytest.fixture(scope="module")
 def healthy() -> list[dict]:

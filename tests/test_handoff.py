@@ -12,8 +12,8 @@ from cpkv.alloc import Holder, PageAllocator
 from cpkv.evidence import Trace
 from cpkv.handoff import (HEADER, check_headers, draw_sends, handoff_bytes, pack_pages,
                           page_digests, place_pages, pool_facts, recv_pages, send_pages, send_plan)
-from cpkv.laws import CapacityError, ConfigError, ConservationError, PageIdError
 from cpkv.launch import run_ranks
+from cpkv.laws import CapacityError, ConfigError, ConservationError, PageIdError
 from cpkv.layout import PageLayout
 from cpkv.pool import FORMATS, PayloadDims, Pool
 

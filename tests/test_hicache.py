@@ -13,11 +13,11 @@ from cpkv.copies import Copies
 from cpkv.copy_thread import ACK, Gate, Hold, Kind, probe_pools
 from cpkv.hicache import Answer, HiCache, agreement_us
 from cpkv.host_pool import HostPool
-from cpkv.payload import payload_of
+from cpkv.launch import run_ranks
 from cpkv.laws import (ConfigError, ConservationError, InputError, LeaseError,
                        OrderError, OwnershipError, PeerError, ResidencyError, WaitTimeout)
-from cpkv.launch import run_ranks
 from cpkv.nodes import NO_OP, NO_PAGES, Residency, Tier
+from cpkv.payload import payload_of
 from cpkv.radix import RadixTree
 from cpkv.settle import COUNTERS
 from cpkv.world import Solo

@@ -9,10 +9,9 @@ from cpkv.alloc import Holder, PageAllocator
 from cpkv.copies import Copies
 from cpkv.copy_thread import Hold
 from cpkv.engine import Engine, decode
-from cpkv.request import EngineConfig, greedy
 from cpkv.handoff import page_digests, pool_facts, recv_pages, send_pages, send_plan
-from cpkv.laws import CapacityError, ConfigError, OrderError, WaitTimeout
 from cpkv.launch import run_ranks
+from cpkv.laws import CapacityError, ConfigError, OrderError, WaitTimeout
 from cpkv.layout import PageLayout
 from cpkv.model import TINY, Model, parse_config, random_weights
 from cpkv.mtp import Draft
@@ -20,6 +19,7 @@ from cpkv.nextn import NextN, random_nextn
 from cpkv.nodes import Tier
 from cpkv.ops.table import REF
 from cpkv.radix import RadixTree
+from cpkv.request import EngineConfig, greedy
 from cpkv.schedule import Scheduler, Want
 from cpkv.tiers import RESERVE_BYTES, DeviceAndHost, HostConfig, LoadFailed
 from cpkv.world import Solo

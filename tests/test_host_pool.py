@@ -12,10 +12,10 @@ from cpkv.alloc import Holder
 from cpkv.copy_thread import probe_pools
 from cpkv.handoff import pack_pages
 from cpkv.host_pool import Claims, FORMS, HostPool, Use, hash_pages, pinned_bytes, plain_bytes
-from cpkv.payload import PARTS, Payload, check_pool
 from cpkv.laws import (BudgetError, CapacityError, ConfigError, ConservationError, InputError,
                        LeaseError, OwnershipError, PageIdError, ResidencyError)
 from cpkv.layout import PageLayout
+from cpkv.payload import PARTS, Payload, check_pool
 from cpkv.pool import FORMATS, PayloadDims, Pool
 from payloads import DIMS, SHAPES, make
 

@@ -7,8 +7,8 @@ import pytest
 
 from cpkv import bench, cli, demo, doctor, ladder
 from cpkv.cli import COMMANDS, main
-from cpkv.talks import shipped_text
 from cpkv.laws import ConservationError
+from cpkv.talks import shipped_text
 from floors import ROOT
 
 PAGE = (ROOT/"docs"/"json.md").read_text(encoding="utf-8")

@@ -7,8 +7,8 @@ from floors import ROOT
 
 from cpkv import options
 from cpkv.cli import COMMANDS, make_parser
-from cpkv.options import OPTIONS, knobs_table, options_of
 from cpkv.evidence import VARIABLES
+from cpkv.options import OPTIONS, knobs_table, options_of
 
 PAGE = (ROOT/knobs.PAGE).read_text(encoding="utf-8")
 CONTRACT = {"file": None, "cp": 2, "page_size": 64, "chunk": 2048, "format": "fp8_packed",

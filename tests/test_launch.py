@@ -9,9 +9,9 @@ import pytest
 import torch
 
 import rank_functions as rf
+from cpkv.launch import cause, end_seconds, is_echo, probe, run_ranks
 from cpkv.laws import (ConfigError, CpkvError, InputError, OrderError, PeerError, RankDied,
                        WaitTimeout)
-from cpkv.launch import cause, end_seconds, is_echo, probe, run_ranks
 
 def alive(pid: int) -> bool:
     try:

@@ -7,9 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cpkv.split import Extend, SPLITS, interleave_split, zigzag_split
-from cpkv.laws import CapacityError, ConfigError, OrderError
 from cpkv.launch import run_ranks
+from cpkv.laws import CapacityError, ConfigError, OrderError
 from cpkv.layer_split import LayerSplit, capacity_ratio, layer_owners, layer_split_layers
 from cpkv.layout import PageLayout
 from cpkv.ops.table import REF
@@ -18,6 +17,7 @@ from cpkv.reader import Reader, run_to_end
 from cpkv.scratch import ALIGN, Scratch
 from cpkv.shared_kv import (PROBE_DIMS, PROBE_LAYERS, FullView, probe_pages, probe_plan,
                             probe_reader, probe_steps, view_pages)
+from cpkv.split import Extend, SPLITS, interleave_split, zigzag_split
 from cpkv.world import Solo
 from trials import alone, chunks, over, same
 

@@ -12,15 +12,15 @@ import torch
 
 from cpkv.compute_owner import PLACEMENTS, SPLITTERS
 from cpkv.demo import run_demo
-from cpkv.talks import shipped_text
 from cpkv.engine import Engine, generate
-from cpkv.request import EngineConfig
-from cpkv.laws import ConfigError
 from cpkv.launch import run_ranks
+from cpkv.laws import ConfigError
+from cpkv.layer_split import READERS
 from cpkv.model import TINY, Model, parse_config, random_weights
 from cpkv.ops.table import REF
 from cpkv.pool import FORMATS
-from cpkv.layer_split import READERS
+from cpkv.request import EngineConfig
+from cpkv.talks import shipped_text
 from cpkv.world import Solo
 
 AXES = dict(split=sorted(SPLITTERS), placement=sorted(PLACEMENTS), reader=sorted(READERS), format=sorted(FORMATS),

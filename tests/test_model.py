@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from cpkv.all_gather import fit_rows
-from cpkv.laws import InputError
 from cpkv.launch import run_ranks
+from cpkv.laws import InputError
 from cpkv.layout import PageLayout
 from cpkv.model import (ATTEND, LATENT_NORM_EPS, MLP, ONLY, PROJECT, TINY, Model, build_layer,
                         layer_shapes, load_checkpoint, num_weights, parse_config, random_weights, read_config,

@@ -6,12 +6,12 @@ import pytest
 import torch
 
 from cpkv.engine import Engine, decode, generate
-from cpkv.request import EngineConfig, Request, greedy
 from cpkv.launch import run_ranks
 from cpkv.model import TINY, Model, parse_config, random_weights
 from cpkv.mtp import Draft, NoDraft
 from cpkv.nextn import NextN, random_nextn
 from cpkv.ops.table import REF
+from cpkv.request import EngineConfig, Request, greedy
 from cpkv.world import Solo
 
 P, PROMPT = 8, np.random.default_rng(7).integers(0, 256, 75)

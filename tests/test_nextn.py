@@ -10,10 +10,9 @@ import torch
 from hypothesis import given, strategies as st
 
 from cpkv.all_gather import ForwardPlan
-from cpkv.split import Extend, SPLITS, interleave_split, zigzag_split
 from cpkv.config import TINY, layer_shapes, parse_config
-from cpkv.laws import InputError, OrderError
 from cpkv.launch import run_ranks
+from cpkv.laws import InputError, OrderError
 from cpkv.layout import PageLayout
 from cpkv.model import MLP, PROJECT, ATTEND, Model, expert_stacks, load_checkpoint, random_weights, save_checkpoint
 from cpkv.nextn import (SHARED, UNKNOWN, NextN, draft_config, draft_tokens, load_nextn, nextn_shapes, nextn_weights,
@@ -23,6 +22,7 @@ from cpkv.pool import FORMATS, Pool
 from cpkv.reader import EXCHANGE, Reader
 from cpkv.scratch import Scratch
 from cpkv.shared_kv import FullView, probe_pages, probe_plan
+from cpkv.split import Extend, SPLITS, interleave_split, zigzag_split
 
 GLM = parse_config(TINY | dict(index_topk=24))
 V32 = parse_config(TINY | dict(

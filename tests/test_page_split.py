@@ -9,13 +9,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cpkv.all_gather import ForwardPlan, chunk_bytes
-from cpkv.split import Extend, zigzag_split
 from cpkv.launch import run_ranks
 from cpkv.laws import InputError, OwnershipError
 from cpkv.layout import PageLayout
 from cpkv.page_split import computed_by, deal_left, draw_pages, page_rows, page_split
 from cpkv.reader import Reader
 from cpkv.shared_kv import READERS, ChunkReuse, FullView, probe_reader
+from cpkv.split import Extend, zigzag_split
 
 
 def extends_of(*pairs):

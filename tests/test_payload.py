@@ -6,8 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cpkv.host_pool import HostPool
-from cpkv.laws import BudgetError, CapacityError, ConfigError, InputError
 from cpkv.launch import run_ranks
+from cpkv.laws import BudgetError, CapacityError, ConfigError, InputError
 from cpkv.layout import PageLayout
 from cpkv.measure import GIB
 from cpkv.payload import agreed_pages, budget_pages, check_memory, check_pool

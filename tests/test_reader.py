@@ -7,15 +7,15 @@ from hypothesis import strategies as st
 
 from cpkv.all_gather import ForwardPlan
 from cpkv.compute_owner import split_batch
-from cpkv.laws import CapacityError, ConfigError, LeaseError, OrderError, PageIdError
 from cpkv.launch import run_ranks
+from cpkv.laws import CapacityError, ConfigError, LeaseError, OrderError, PageIdError
 from cpkv.layout import PageLayout
 from cpkv.ops.table import REF
 from cpkv.pool import FORMATS, POISON, PayloadDims, Pool
 from cpkv.reader import Reader, drive, most_rows, run_to_end
 from cpkv.scratch import Scratch
-from cpkv.split import Extend, zigzag_split
 from cpkv.shared_kv import FullView
+from cpkv.split import Extend, zigzag_split
 from cpkv.world import Handle, Solo
 
 DIMS, K, P, ARENA = PayloadDims(latent=12, rope=4, index=8), 8, 4, 1 << 20

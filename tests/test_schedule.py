@@ -4,11 +4,11 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from cpkv.engine import Engine
-from cpkv.request import EngineConfig
-from cpkv.laws import CapacityError, InputError, OrderError
 from cpkv.launch import run_ranks
+from cpkv.laws import CapacityError, InputError, OrderError
 from cpkv.model import TINY, Model, parse_config, random_weights
 from cpkv.ops.table import REF
+from cpkv.request import EngineConfig
 from cpkv.sample import Sampling
 from cpkv.schedule import Scheduler, Want
 from cpkv.world import Solo

@@ -10,10 +10,9 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from cpkv.all_gather import ForwardPlan
-from cpkv.split import Extend, SPLITS, interleave_split, zigzag_split
 from cpkv.bench import IDLE, IdleWorld, idle
-from cpkv.laws import OrderError
 from cpkv.launch import run_ranks
+from cpkv.laws import OrderError
 from cpkv.layout import PageLayout
 from cpkv.ops.table import REF
 from cpkv.pool import POISON, Pool, format_of
@@ -22,6 +21,7 @@ from cpkv.scratch import Scratch
 from cpkv.shared_kv import (PROBE_DIMS, PROBE_LAYERS, READERS, ChunkReuse, FullView, PageSource,
                             page_sources, place_locs, probe_pages, probe_plan,
                             probe_reader, probe_steps, reuse_pages, view_bytes, view_pages)
+from cpkv.split import Extend, SPLITS, interleave_split, zigzag_split
 from trials import alone, chunks, over, same
 
 KINDS = list(READERS.values())

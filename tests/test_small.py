@@ -5,8 +5,8 @@ import pytest
 
 from cpkv import small
 from cpkv.explore import Pair, own_view, shared_view
-from cpkv.laws import CpkvError
 from cpkv.launch import run_ranks
+from cpkv.laws import CpkvError
 from cpkv.small import Bounds, Rank
 
 WIDE = Bounds(prompts=("a", "ab", "ac"), requests=2, faults=("copy", "unreadable", "issue"))

@@ -13,14 +13,14 @@ from cpkv.alloc import Holder
 from cpkv.copies import Copies
 from cpkv.copy_thread import Gate, Hold
 from cpkv.engine import Engine, decode
-from cpkv.request import EngineConfig, greedy
-from cpkv.laws import ConfigError, InputError, ResidencyError, WaitTimeout
 from cpkv.launch import run_ranks
+from cpkv.laws import ConfigError, InputError, ResidencyError, WaitTimeout
 from cpkv.model import TINY, Model, parse_config, random_weights
 from cpkv.mtp import Draft
 from cpkv.nextn import NextN, random_nextn
 from cpkv.nodes import Tier
 from cpkv.ops.table import REF
+from cpkv.request import EngineConfig, greedy
 from cpkv.schedule import Scheduler, Want
 from cpkv.settle import WRITES
 from cpkv.tiers import DeviceAndHost

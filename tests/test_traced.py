@@ -13,13 +13,13 @@ from cpkv import demo as demo_chapter
 from cpkv.cli import main
 from cpkv.demo import run_demo
 from cpkv.engine import Engine, generate
-from cpkv.request import EngineConfig
 from cpkv.evidence import END, STAGES, Marks, end_run
 from cpkv.inspect import inspect_trace
-from cpkv.laws import ConservationError, PageIdError, OrderError, RankDied
 from cpkv.launch import run_ranks
+from cpkv.laws import ConservationError, PageIdError, OrderError, RankDied
 from cpkv.model import TINY, Model, parse_config, random_weights
 from cpkv.ops.table import REF
+from cpkv.request import EngineConfig
 
 TEXT = bytes(range(65, 91)) * 20
 SIZES = EngineConfig(page_size=16, chunk=128, device_tokens=640, max_tokens=640)
