@@ -191,7 +191,6 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                   'cpkv.copy_thread.CopyThread.tell': ('copy_thread.html#copythread.tell', 'cpkv/copy_thread.py'),
                                   'cpkv.copy_thread.CpuMover': ('copy_thread.html#cpumover', 'cpkv/copy_thread.py'),
                                   'cpkv.copy_thread.CpuMover.__init__': ('copy_thread.html#cpumover.__init__', 'cpkv/copy_thread.py'),
-                                  'cpkv.copy_thread.CpuMover.copy': ('copy_thread.html#cpumover.copy', 'cpkv/copy_thread.py'),
                                   'cpkv.copy_thread.CpuMover.follow': ('copy_thread.html#cpumover.follow', 'cpkv/copy_thread.py'),
                                   'cpkv.copy_thread.CpuMover.has_passed': ('copy_thread.html#cpumover.has_passed', 'cpkv/copy_thread.py'),
                                   'cpkv.copy_thread.CpuMover.inside': ('copy_thread.html#cpumover.inside', 'cpkv/copy_thread.py'),

@@ -22,6 +22,7 @@ __all__ = ['cyclic_need', 'Holder', 'cyclic_classes', 'pick_base', 'PageAllocato
 # %% ../nbs/03a_alloc.ipynb #2c09cdac
 import enum
 from collections.abc import Sequence
+from itertools import accumulate, pairwise
 
 import numpy as np
 
@@ -137,7 +138,8 @@ class PageAllocator:
             pages[flat == c] = self._free[c, self._top[c]:self._top[c] + need[c]]
         self._top += need
         self._holder[pages] = holder
-        return np.split(pages, np.cumsum([len(c) for c in classes])[:-1]) if len(classes) else []
+        ends = [0, *accumulate(map(len, classes))]
+        return [pages[a:b] for a, b in pairwise(ends)]
 
     def move(self, pages: Sequence[int] | np.ndarray, src: Holder, dst: Holder) -> None:
         "Pass pages from one holder to another: all of them, or none"

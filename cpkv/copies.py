@@ -101,7 +101,7 @@ class Copies:
         pages = [np.asarray(p, np.int64) for p in (device_pages, host_pages)]
         for p, n in zip(pages, (self.device.local_pages, self.host.local_pages)):
             check_pages(p, self.layout, n)
-            if len(np.unique(p)) < len(p): raise PageIdError("a page is named twice", op_id=op_id)
+            if len({*p.tolist()}) < len(p): raise PageIdError("a page is named twice", op_id=op_id)
         if len(pages[0]) != len(pages[1]):
             raise ConservationError("pages are not in pairs", device=len(pages[0]),
                                     host=len(pages[1]), op_id=op_id, **facts)
@@ -204,7 +204,8 @@ class Copies:
         try:
             for kind, t in self._threads.items():
                 self._wait(kind, lambda k=kind, t=t: all(
-                    o.is_moved and t.mover.has_passed(o.end) for o in self._ops[k]), timeout)
+                    o.is_moved and t.mover.has_passed(o.end) for o in self._ops[k]), timeout,
+                           layers=True)
         except WaitTimeout: return False
         return True
 

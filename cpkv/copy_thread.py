@@ -50,7 +50,8 @@ def copy_bytes(
 def find_runs(src: np.ndarray, dst: np.ndarray) -> list[tuple[int, int, int, int]]:
     "Neighbours that stay neighbours: (first pair, source page, target page, pages)"
     if not len(src): return []
-    cut = np.flatnonzero((np.diff(src) != 1) | (np.diff(dst) != 1)) + 1
+    cut = np.flatnonzero((src[1:] - src[:-1] != 1) | (dst[1:] - dst[:-1] != 1)) + 1
+    if not len(cut): return [(0, int(src[0]), int(dst[0]), len(src))]
     start = np.concatenate([[0], cut])
     num = np.diff(np.concatenate([start, [len(src)]]))
     return list(zip(start.tolist(), src[start].tolist(), dst[start].tolist(), num.tolist()))
@@ -163,7 +164,7 @@ class CpuMover:
             if len(a.pages): self.layers[a.layer].append((self.view(a.pages), self.view(b.pages)))
 
     def view(self, pages: torch.Tensor) -> Any: return pages.numpy()
-    def copy(self, dst: Any, src: Any) -> None: np.copyto(dst, src)
+    copy: Callable[[Any, Any], object] = staticmethod(np.copyto)  # to, from
     def mark(self) -> Any: return None
     def inside(self, start: Any) -> AbstractContextManager: return nullcontext()
     def has_passed(self, mark: Any) -> bool: return True
@@ -236,13 +237,15 @@ class CopyThread:
         "Move, then acknowledge, whether it went well or not"
         try: self._move(op)
         except Exception as e: op.errors.append(e)
-        self.tell(lambda: setattr(op, "is_moved", True))
+        with self.layer_cond:  # who waits for its end is woken by the ack
+            op.is_moved = True
+            self.layer_cond.notify_all()
         try: self.gate.step(op.op_id, ACK, 0)
         except Exception as e: op.errors.append(e)
         self.tell(lambda: self.acks.append(op))
 
     def _move(self, op: Op) -> None:
-        is_load, mover = op.kind is Kind.LOAD, self.mover
+        is_load, mover, copy = op.kind is Kind.LOAD, self.mover, self.mover.copy
         if is_load and self.checksums: self.host.verify(op.host_pages, op_id=op.op_id, **op.facts)
         with mover.inside(op.start):
             try:
@@ -250,8 +253,8 @@ class CopyThread:
                     for at, s, d, n in op.runs or [(0, 0, 0, 0)]:  # without pages, too
                         self._pass(op, layer, at)
                         for device, host in pairs:
-                            src, dst = (host, device) if is_load else (device, host)
-                            mover.copy(dst[d:d + n], src[s:s + n])
+                            if is_load: copy(device[d:d + n], host[s:s + n])
+                            else: copy(host[d:d + n], device[s:s + n])
                     self._tell_layer(op)
             finally: op.end = mover.mark()  # of what was issued, also where a copy broke
         if not is_load and self.checksums: self._hash(op)
