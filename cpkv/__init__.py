@@ -49,6 +49,7 @@
 - `cpkv.presets`: Models by name: the shapes of three that are served, one that runs anywhere, or a directory
 - `cpkv.radix`: Finds the pages of a prefix that somebody has computed before
 - `cpkv.reader`: The seam between a model and its cache: a session a batch, four steps a layer, scratch by lease
+- `cpkv.rehearse`: One rung of the ladder: a case, an engine's choices, and what a rank sees of the chunk that counts
 - `cpkv.report`: What a result says to people
 - `cpkv.request`: What an engine knows of one prompt on its way, and the sizes that all ranks share
 - `cpkv.residency`: Copies of nodes on their way from tier to tier, none of them seen before it is whole

@@ -26,7 +26,7 @@ from typing import Any
 from .bench import BENCHES, OF_TRACE
 from .compute_owner import PLACEMENTS
 from .evidence import VARIABLES
-from .ladder import MOST_RANKS, MOST_TOKENS
+from .rehearse import MOST_RANKS, MOST_TOKENS
 from .laws import InputError
 from .pool import FORMATS
 from .presets import PRESETS

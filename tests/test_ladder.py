@@ -11,7 +11,9 @@ from floors import ROOT
 from cpkv import ladder
 from cpkv.cli import main
 from cpkv.config import TINY, parse_config
-from cpkv.ladder import BASELINES, RUNGS, balanced_bytes, find_case, rehearse, run_ladder
+from cpkv.ladder import balanced_bytes, run_ladder
+from cpkv.rehearse import BASELINES, RUNGS, find_case, rehearse
+from cpkv.rehearse import forecast as planned
 from cpkv.laws import CapacityError, ConfigError, InputError
 from cpkv.model import random_weights, save_checkpoint
 from cpkv.nextn import random_nextn
@@ -86,7 +88,7 @@ def test_forecasts_are_the_exact_forms_filler_included(history, chunk, cp, fmt):
     moved = (cp - 1) * longest(chunk, cp) * row
     whole = -(-(history + chunk) // 64) * 64 * row
     def view(tokens): return (cp - 1) * most_pages(0, -(-tokens // 64), cp) * 64 * row
-    said = {r.name: ladder.forecast(case, r, cp - 1)["predicted"][0] for r in (*BASELINES, *RUNGS)}
+    said = {r.name: planned(case, r, cp - 1)["predicted"][0] for r in (*BASELINES, *RUNGS)}
     assert said["all_gather"] == said["replicated"] == moved
     assert said["full_view"] == moved + view(history + chunk)
     assert said["chunk_reuse"] == moved + view(history)
@@ -118,13 +120,6 @@ def test_collectives_of_a_layer_are_counted(glm5):
 def test_tables_are_translated_once_a_forward_and_not_once_a_layer(glm5):
     assert {r["remaps_per_forward"] for r in glm5.values()} == {1}
 
-def test_calls_are_counted_by_name():
-    def one(): pass
-    def two(): one(), one()
-    with ladder.calls_of("one") as seen: two(), one()
-    one()
-    assert seen == {"one": 3}
-
 def test_rows_are_written_directly_in_phase_5_alone(glm5):
     assert [n for n, r in glm5.items() if r["direct_write"]] == ["compute_owner"]
 
@@ -148,7 +143,7 @@ def test_a_draft_is_one_layer_more_with_an_indexer(glm5):
 
 def test_a_draft_of_a_model_that_shares_selections():
     case = find_case("glm-5.2", 64, 64, draft=True, cp=2, format="fp8_packed")
-    assert ladder.forecast(case, BASELINES[0], 0)["rest"] == [128 * (79 * 656 + 22 * 132)]
+    assert planned(case, BASELINES[0], 0)["rest"] == [128 * (79 * 656 + 22 * 132)]
 
 
 # -- capacity

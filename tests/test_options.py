@@ -32,7 +32,7 @@ def test_a_host_tier_may_be_larger_than_an_integer_of_32_bits():
     for value in (MOST + 1, 100 << 30, 2**50): check_value(option("demo", "host-bytes"), value)
 
 def test_a_limit_of_the_ladder_is_its_options():
-    from cpkv.ladder import find_case
+    from cpkv.rehearse import find_case
     cp, history, chunk = (option("ladder", n) for n in ("cp", "history", "chunk"))
     for known in (dict(cp=cp.most), dict(history=history.most, chunk=1025), dict(chunk=chunk.most, history=0)):
         case = dict(cp=2, history=0, chunk=1) | known
