@@ -204,8 +204,7 @@ class Copies:
         try:
             for kind, t in self._threads.items():
                 self._wait(kind, lambda k=kind, t=t: all(
-                    o.is_moved and t.mover.has_passed(o.end) for o in self._ops[k]), timeout,
-                           layers=True)
+                    o.is_moved and t.mover.has_passed(o.end) for o in self._ops[k]), timeout, True)
         except WaitTimeout: return False
         return True
 

@@ -78,7 +78,7 @@ class Scheduler:
         self.engine, self.max_batch = engine, engine.config.max_batch
         self.waiting: deque[Running] = deque()
         self.running: list[Running] = []  # in order of arrival
-        self.failed: list[Running] = []   # refused alone since the last step
+        self.gone: list[Running] = []     # done, or refused alone, and not yet told
         self.known: set[int] = set()      # ids of requests that are here
 
     def submit(self, request: int, tokens: np.ndarray, want: Want | None = None) -> Running:
@@ -160,8 +160,8 @@ class Scheduler:
     def _pick(self) -> list[tuple[Running, int]]:
         "Who computes up to where: decoding requests first, then prompts in order of arrival"
         P, budget, batch = self.engine.config.page_size, self.engine.config.chunk, []
-        left = {run: len(run.r.tokens) - run.r.computed for run in self.running}
-        for run in sorted(self.running, key=lambda run: not run.output or left[run] > 1):
+        left = {run: len(run.r.tokens) - run.r.computed for run in self.running if not run.is_done}
+        for run in sorted(left, key=lambda run: not run.output or left[run] > 1):
             if budget < min(left[run], P) and batch: continue
             stop = next_stop(run.r.computed, len(run.r.tokens), min(budget, left[run]), P)
             budget -= stop - run.r.computed
@@ -187,7 +187,7 @@ class Scheduler:
     def _fail(self, run: Running, error: CapacityError) -> None:
         "Alone and still too large: this request ends, the engine goes on"
         run.error = error
-        self.failed.append(run)
+        self.gone.append(run)
 
     def _collect(self, batch: list[tuple[Running, int]], computed: list[Computed]) -> None:
         "Hand out what was sampled and captured"
@@ -232,10 +232,10 @@ class Scheduler:
 
     def _ended(self) -> list[Running]:
         "Requests that are done leave"
-        out, self.failed = self.failed, []
         for run in [run for run in self.running if run.is_done]:
-            self.engine.finish(run.r)
             self.running.remove(run)
-            out.append(run)
+            self.gone.append(run)  # before what may be refused
+            self.engine.finish(run.r)
+        out, self.gone = self.gone, []
         for run in out: self.known.discard(run.r.request)
         return out

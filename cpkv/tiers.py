@@ -18,7 +18,7 @@ __all__ = ['RESERVE_BYTES', 'LoadFailed', 'DeviceOnly', 'ranks_on_host', 'HostCo
 # %% ../nbs/14z_tiers.ipynb #cb3768fc
 import zlib
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from platform import node as host_name
@@ -46,8 +46,7 @@ class LoadFailed(ResidencyError):
 class DeviceOnly:
     "A cache that lives on the device alone"
     def __init__(self, tree: RadixTree, alloc: PageAllocator):
-        self.tree, self.alloc = tree, alloc
-        self.joined, self.failed_ops = Counter[int](), set[int]()  # requests of a load; failed
+        self.tree, self.alloc, self.failed_ops = tree, alloc, set()
 
     def load(self, leased: Match, request: int, held: ExitStack) -> Load:
         "Pages behind a match that an operation brings; `held` ends with the request"
@@ -71,9 +70,7 @@ class DeviceOnly:
     def verdict(self, ops: Sequence[int]) -> list[End]: return []
     def vector(self) -> list[int]: return []
     def settle(self, agreed: Sequence[int]) -> list[End]: return []
-    def finish(self, kinds: Iterable[Kind] = Kind) -> None:
-        "Wait for every copy of some kinds, and end it on all ranks"
-
+    def finish(self) -> None: "Wait for every copy, and end it on all ranks"
     def close(self) -> None: "Give back threads and memory"
 
     def check(self) -> None:
@@ -115,6 +112,7 @@ class DeviceAndHost(DeviceOnly):
                  draft_layers: int, config: HostConfig,
                  probe: Callable[[], int] = free_memory):
         super().__init__(tree, alloc)
+        self.joined: Counter[int] = Counter()  # requests of each load
         if not all(pool.holds):
             raise ConfigError("a host tier needs every layer of a page on its owner",
                               rank=world.rank)
@@ -163,8 +161,8 @@ class DeviceAndHost(DeviceOnly):
     @property
     def is_moving(self) -> bool: return any(map(self.cache.live, Kind))
 
-    def finish(self, kinds: Iterable[Kind] = Kind) -> None:
-        for kind in kinds:
+    def finish(self) -> None:
+        for kind in Kind:
             if live := self.cache.live(kind):
                 self._note([e for e in self.cache.await_all(kind, live[-1]) if not e.is_whole])
 

@@ -76,3 +76,15 @@ def poisoned_empty(monkeypatch):
         monkeypatch.setattr(torch.Tensor, name, poisoned(getattr(torch.Tensor, name), poison))
     for name in ("empty", "empty_like"):
         monkeypatch.setattr(np, name, poisoned(getattr(np, name), poison_numpy))
+
+@pytest.fixture
+def gates(monkeypatch):
+    "A gate for the copies of each rank's engine, by rank"
+    from cpkv.copies import Copies
+    from cpkv.copy_thread import Hold
+    made = {}
+    def copies(pool, host, **kw):
+        made[host.rank] = Hold(by_page=False)
+        return Copies(pool, host, gate=made[host.rank], **kw)
+    monkeypatch.setattr("cpkv.tiers.Copies", copies)
+    return made

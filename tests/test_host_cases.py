@@ -7,7 +7,6 @@ import torch
 
 from cpkv.alloc import Holder, PageAllocator
 from cpkv.copies import Copies
-from cpkv.copy_thread import Hold
 from cpkv.engine import Engine, decode
 from cpkv.handoff import page_digests, pool_facts, recv_pages, send_pages, send_plan
 from cpkv.launch import run_ranks
@@ -98,16 +97,6 @@ def close(engine):
 def checked(monkeypatch):
     "Copies keep digests"
     monkeypatch.setattr("cpkv.tiers.Copies", lambda *args, **kw: Copies(*args, **kw | dict(checksums=True)))
-
-@pytest.fixture
-def gates(monkeypatch):
-    "A gate for each rank's copies, by rank"
-    made = {}
-    def copies(pool, host, **kw):
-        made[host.rank] = Hold(by_page=False)
-        return Copies(pool, host, gate=made[host.rank], **kw)
-    monkeypatch.setattr("cpkv.tiers.Copies", copies)
-    return made
 
 
 # -- 9, 22, 71, 72 and traps 48, 50: what is restored, and how far

@@ -273,16 +273,6 @@ def test_under_debug_a_byte_that_changed_on_the_host_is_not_loaded(R):
 
 # -- uses: what counts, and when
 
-@pytest.fixture
-def gates(monkeypatch):
-    "A gate for each rank's copies, by rank"
-    made = {}
-    def copies(pool, host, **kw):
-        made[host.rank] = Hold(by_page=False)
-        return Copies(pool, host, gate=made[host.rank], **kw)
-    monkeypatch.setattr("cpkv.tiers.Copies", copies)
-    return made
-
 def one(n=1, **more): return Want(max_new_tokens=n, **more)
 
 def alone(engine, prompts, n=1):
@@ -414,6 +404,23 @@ def test_a_refused_write_costs_nobody_a_page_a_lease_or_a_token():
     for i in (1, 2): s.abort(i)
     assert not s.running and engine.tree.num_locked == 0 and not sum(engine.alloc.count(Holder.REQUEST))
     engine.close()
+
+def test_after_a_refusal_all_goes_on_and_nobody_says_more_than_was_asked():
+    page = engine_of(Solo(), host=0).pool.page_bytes()
+    engine = engine_of(Solo(), tokens=256, host=9 * page, chunk=200)
+    malformed(engine, TEXT[:65])
+    s = Scheduler(engine)
+    runs = [s.submit(i, TEXT[100 * i:100 * i + 65], one(i)) for i in (1, 2)]  # the first ends with its refusal
+    with pytest.raises(ResidencyError): s.step()
+    engine.tiers.host.mark_written(engine.tree.pages(Tier.HOST))
+    done, steps = {}, 0
+    while (s.waiting or s.running) and steps < 9:
+        done |= {run.r.request: run.output for run in s.step()}
+        steps += 1
+    for i, run in zip((1, 2), runs):
+        prompt = np.ascontiguousarray(TEXT[100 * i:100 * i + 65], np.int64)
+        assert done[i] == run.output == cold(prompt.tobytes())[0][:i]
+    assert not s.known and close(engine) == 0
 
 def test_a_refused_begin_leaves_no_lease():
     engine = engine_of(Solo(), tokens=256)
